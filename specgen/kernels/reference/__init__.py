@@ -1,0 +1,1 @@
+"""The torch twins of the Triton kernels: specification, oracle and CPU path."""

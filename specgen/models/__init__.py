@@ -1,0 +1,1 @@
+"""Target and draft models, one decoder with families by declaration, and their weights."""
