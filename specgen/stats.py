@@ -1,0 +1,264 @@
+"""Accounts of speculation: per completion, per row, and for the whole run.
+
+A *spec step* judges `d >= 1` drafts, of which the rule accepts `tau`; `c` tokens of the step are
+kept (`1 <= c <= tau + 1`, fewer than `tau + 1` only where the row ends inside the step), so
+`a = min(tau, c)` drafts count as accepted. Tokens of steps without drafts are *plain* tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from specgen.pipeline.request import RequestOutput
+
+__all__ = ["RunStats", "SpeculationStats"]
+
+
+class SpeculationStats:
+    """Accounts of one completion, or the sum of several.
+
+    Args:
+        num_speculative_tokens: k, the most drafts a step may have; 0 for a run without a draft.
+    """
+
+    def __init__(self, num_speculative_tokens: int) -> None:
+        if num_speculative_tokens < 0:
+            raise ValueError(f"num_speculative_tokens must be >= 0, got {num_speculative_tokens}")
+        self.num_speculative_tokens = num_speculative_tokens
+        self.num_plain_tokens = 0
+        self.num_cut = 0
+        self.acceptance_histogram = [0] * (num_speculative_tokens + 1)
+        self.drafted_per_position = [0] * num_speculative_tokens
+        self.accepted_per_position = [0] * num_speculative_tokens
+
+    def add_plain(self, num_tokens: int) -> None:
+        """Count tokens of a step that judged no draft."""
+        assert num_tokens >= 0, num_tokens
+        assert not self.num_cut, "a token after the row's end"
+        self.num_plain_tokens += num_tokens
+
+    def add_spec_step(self, num_draft: int, num_accepted: int, num_committed: int) -> None:
+        """Count one spec step.
+
+        Args:
+            num_draft: d, drafts judged, 1..k.
+            num_accepted: tau, drafts the rule accepted, 0..d.
+            num_committed: c, tokens kept, 1..tau+1; at most tau only in the row's last step.
+        """
+        assert 1 <= num_draft <= self.num_speculative_tokens, (
+            num_draft,
+            self.num_speculative_tokens,
+        )
+        assert 0 <= num_accepted <= num_draft, (num_accepted, num_draft)
+        assert 1 <= num_committed <= num_accepted + 1, (num_committed, num_accepted)
+        assert not self.num_cut, "a step after the row's end"
+        kept = min(num_accepted, num_committed)
+        self.acceptance_histogram[kept] += 1
+        for position in range(num_draft):
+            self.drafted_per_position[position] += 1
+        for position in range(kept):
+            self.accepted_per_position[position] += 1
+        self.num_cut += num_committed <= num_accepted
+
+    @property
+    def num_spec_steps(self) -> int:
+        """Steps that judged at least one draft."""
+        return sum(self.acceptance_histogram)
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Drafts judged."""
+        return sum(self.drafted_per_position)
+
+    @property
+    def num_accepted_draft_tokens(self) -> int:
+        """Drafts accepted and kept; recovered and bonus tokens are not among them."""
+        return sum(self.accepted_per_position)
+
+    @property
+    def draft_acceptance_rate(self) -> float | None:
+        """Accepted / drafted; None where nothing was drafted."""
+        drafted = self.num_draft_tokens
+        return self.num_accepted_draft_tokens / drafted if drafted else None
+
+    @property
+    def mean_acceptance_length(self) -> float | None:
+        """1 + accepted / spec steps: tokens a spec step yields; None where there was no step."""
+        steps = self.num_spec_steps
+        return 1 + self.num_accepted_draft_tokens / steps if steps else None
+
+    @property
+    def acceptance_per_position(self) -> list[float | None]:
+        """Share of the drafts at each position that were accepted."""
+        pairs = zip(self.accepted_per_position, self.drafted_per_position, strict=True)
+        return [accepted / drafted if drafted else None for accepted, drafted in pairs]
+
+    def add(self, other: SpeculationStats) -> None:
+        """Add the accounts of another completion; k becomes the larger of the two."""
+        grow = other.num_speculative_tokens - self.num_speculative_tokens
+        if grow > 0:
+            self.num_speculative_tokens = other.num_speculative_tokens
+            self.acceptance_histogram += [0] * grow
+            self.drafted_per_position += [0] * grow
+            self.accepted_per_position += [0] * grow
+        self.num_plain_tokens += other.num_plain_tokens
+        self.num_cut += other.num_cut
+        for mine, theirs in (
+            (self.acceptance_histogram, other.acceptance_histogram),
+            (self.drafted_per_position, other.drafted_per_position),
+            (self.accepted_per_position, other.accepted_per_position),
+        ):
+            for position, count in enumerate(theirs):
+                mine[position] += count
+
+    @classmethod
+    def merged(cls, parts: Iterable[SpeculationStats]) -> SpeculationStats:
+        """The sum of several accounts, as a row with `n > 1` reports it."""
+        total = cls(0)
+        for part in parts:
+            total.add(part)
+        return total
+
+    def check(self, completion_tokens: int) -> None:
+        """Assert that the accounts explain every token of the completion.
+
+        Raises:
+            AssertionError: naming the identity that does not hold.
+        """
+        accepted = self.num_accepted_draft_tokens
+        weighed = sum(j * count for j, count in enumerate(self.acceptance_histogram))
+        assert weighed == accepted, f"histogram weighs {weighed}, accepted are {accepted}"
+        for position, count in enumerate(self.accepted_per_position):
+            longer = sum(self.acceptance_histogram[position + 1 :])
+            assert count == longer, f"position {position}: {count} accepted, histogram has {longer}"
+            assert count <= self.drafted_per_position[position], f"position {position}: not drafted"
+        if self.drafted_per_position:
+            first = self.drafted_per_position[0]
+            assert first == self.num_spec_steps, (
+                f"{first} first drafts, {self.num_spec_steps} steps"
+            )
+        explained = self.num_plain_tokens + accepted + self.num_spec_steps - self.num_cut
+        assert explained == completion_tokens, (
+            f"{completion_tokens} completion tokens, but {self.num_plain_tokens} plain + "
+            f"{accepted} accepted + {self.num_spec_steps} steps - {self.num_cut} cut = {explained}"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The `speculative_decoding` object of an output line; rates are null without a divisor."""
+        return {
+            "num_spec_steps": self.num_spec_steps,
+            "num_draft_tokens": self.num_draft_tokens,
+            "num_accepted_draft_tokens": self.num_accepted_draft_tokens,
+            "num_speculative_tokens": self.num_speculative_tokens,
+            "num_plain_tokens": self.num_plain_tokens,
+            "acceptance_histogram": list(self.acceptance_histogram),
+            "drafted_per_position": list(self.drafted_per_position),
+            "accepted_per_position": list(self.accepted_per_position),
+            "draft_acceptance_rate": self.draft_acceptance_rate,
+            "mean_acceptance_length": self.mean_acceptance_length,
+        }
+
+
+class _Mean:
+    """A running mean over the rows that have a value."""
+
+    def __init__(self) -> None:
+        self.total = 0.0
+        self.count = 0
+
+    def add(self, value: float | None) -> None:
+        if value is not None:
+            self.total += value
+            self.count += 1
+
+    @property
+    def value(self) -> float | None:
+        return self.total / self.count if self.count else None
+
+
+class RunStats:
+    """Accounts of a run, in constant memory however many rows it has.
+
+    Per-token figures weigh every spec step alike, so long completions dominate; per-request
+    figures are plain means over rows.
+    """
+
+    def __init__(self) -> None:
+        self.started = time.perf_counter()
+        self.rows_ok = 0
+        self.rows_failed = 0
+        self.prompt_tokens = 0
+        self.completion_tokens = 0
+        self.num_choices = 0
+        self.speculation = SpeculationStats(0)
+        self.finish_reasons: Counter[str] = Counter()
+        self.error_codes: Counter[str] = Counter()
+        self._rate = _Mean()
+        self._length = _Mean()
+        self._tokens = _Mean()
+
+    @property
+    def rows_done(self) -> int:
+        """Rows finished, well or not."""
+        return self.rows_ok + self.rows_failed
+
+    def restart_clock(self) -> None:
+        """Measure time from now on, for example after the weights are loaded."""
+        self.started = time.perf_counter()
+
+    def elapsed(self) -> float:
+        """Seconds since the clock started."""
+        return time.perf_counter() - self.started
+
+    def add(self, output: RequestOutput) -> None:
+        """Count one finished row."""
+        if output.error is not None:
+            self.rows_failed += 1
+            self.error_codes[output.error.code] += 1
+            return
+        self.rows_ok += 1
+        self.prompt_tokens += len(output.prompt_token_ids)
+        row = SpeculationStats.merged(choice.stats for choice in output.choices)
+        tokens = sum(len(choice.token_ids) for choice in output.choices)
+        self.completion_tokens += tokens
+        self.num_choices += len(output.choices)
+        self.finish_reasons.update(choice.finish_reason for choice in output.choices)
+        self.speculation.add(row)
+        self._rate.add(row.draft_acceptance_rate)
+        self._length.add(row.mean_acceptance_length)
+        self._tokens.add(float(tokens))
+
+    def summary(self, elapsed: float | None = None) -> dict[str, Any]:
+        """Everything as one JSON object. `elapsed` (seconds) defaults to the clock's reading."""
+        seconds = self.elapsed() if elapsed is None else elapsed
+        return {
+            "rows": {
+                "done": self.rows_done,
+                "ok": self.rows_ok,
+                "failed": self.rows_failed,
+                "errors": dict(sorted(self.error_codes.items())),
+            },
+            "choices": self.num_choices,
+            "finish_reasons": dict(sorted(self.finish_reasons.items())),
+            "usage": {
+                "prompt_tokens": self.prompt_tokens,
+                "completion_tokens": self.completion_tokens,
+                "total_tokens": self.prompt_tokens + self.completion_tokens,
+            },
+            "elapsed_s": seconds,
+            "completion_tokens_per_s": self.completion_tokens / seconds if seconds > 0 else None,
+            "speculative_decoding": {
+                **self.speculation.to_dict(),
+                "acceptance_per_position": self.speculation.acceptance_per_position,
+                "per_request": {
+                    "num_requests": self._length.count,
+                    "draft_acceptance_rate": self._rate.value,
+                    "mean_acceptance_length": self._length.value,
+                    "completion_tokens": self._tokens.value,
+                },
+            },
+        }
