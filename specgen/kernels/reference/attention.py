@@ -1,0 +1,161 @@
+"""Attention over the paged K/V cache, in plain torch.
+
+The rows' keys and values are gathered through the block tables up to a host-known bound and handed
+to `scaled_dot_product_attention` with a visibility mask. The query heads that share a K/V head are
+laid out as extra query rows, so K and V are never repeated.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+_QUERY_BLOCK = 128  # queries a row handled at once in prefill: bounds the size of the mask
+
+
+def _gather_context(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    slot_ids: Tensor,
+    context_lens: Tensor,
+    max_context_len: int,
+) -> tuple[Tensor, Tensor]:
+    """K and V of every row as `[R, Hkv, C, D]`, C = the bound. Unused entries repeat the row's key
+    0.
+
+    Repeating a key of the row itself, instead of reading whatever a foreign or unused block holds,
+    keeps a NaN that another request left behind out of this row: a weight of zero times NaN is NaN.
+    """
+    num_blocks, block_size, num_kv_heads, head_dim = k_cache.shape
+    rows = slot_ids.numel()
+    bound = min(max_context_len, block_tables.shape[1] * block_size)
+    tables = block_tables[slot_ids.clamp(min=0).long()]  # [R, MB]
+    positions = torch.arange(bound, device=k_cache.device)
+    positions = torch.where(positions < context_lens[:, None], positions, 0)  # [R, C]
+    blocks = tables.gather(1, positions // block_size).long().clamp(0, num_blocks - 1)
+    index = (blocks * block_size + positions % block_size).view(-1)
+    shape = (rows, bound, num_kv_heads, head_dim)
+    k = k_cache.view(num_blocks * block_size, -1).index_select(0, index).view(shape)
+    v = v_cache.view(num_blocks * block_size, -1).index_select(0, index).view(shape)
+    return k.transpose(1, 2), v.transpose(1, 2)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, query_positions: Tensor, num_keys: Tensor, scale: float
+) -> Tensor:
+    """Attention of q `[R, Q, Hq, D]` over k, v `[R, Hkv, C, D]`; zeros where nothing is visible."""
+    rows, num_queries, num_heads, head_dim = q.shape
+    num_kv_heads, context = k.shape[1], k.shape[2]
+    group = num_heads // num_kv_heads
+    # [R, Q]: how many keys each query sees.
+    num_visible = torch.minimum(query_positions + 1, num_keys[:, None]).clamp(min=0)
+    keys = torch.arange(context, device=q.device)
+    # Queries that see nothing look at key 0, so that no softmax is empty, and are zeroed at the
+    # end.
+    mask = keys < num_visible.clamp(min=1)[:, :, None]  # [R, Q, C]
+    mask = mask[:, :, None].expand(-1, -1, group, -1).reshape(rows, 1, num_queries * group, context)
+    q = q.view(rows, num_queries, num_kv_heads, group, head_dim).transpose(1, 2)
+    q = q.reshape(rows, num_kv_heads, num_queries * group, head_dim)
+    out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    out = out.view(rows, num_kv_heads, num_queries, group, head_dim).transpose(1, 2)
+    out = out.reshape(rows, num_queries, num_heads, head_dim)
+    return torch.where((num_visible > 0)[:, :, None, None], out, 0.0)
+
+
+def decode_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    slot_ids: Tensor,
+    first_positions: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    max_context_len: int,
+) -> Tensor:
+    """Attention of a few consecutive queries a row over the row's cached context.
+
+    A query at position p sees the keys at positions <= p that are below the row's context length.
+    The keys of the queries themselves are already in the cache.
+
+    Args:
+        q: `[B, Q, Hq, D]`; query i of row b is at position `first_positions[b] + i`.
+        k_cache: `[num_blocks, block_size, Hkv, D]`, contiguous, Hq a multiple of Hkv.
+        v_cache: as `k_cache`.
+        block_tables: int32 `[S, MB]`, the blocks of each slot in order.
+        slot_ids: int32 `[B]`, the row's line of `block_tables`; -1 for an inert row.
+        first_positions: int32 `[B]`.
+        context_lens: int32 `[B]`, keys of each row; 0 for an inert row.
+        scale: factor on the scores.
+        max_context_len: host bound on `context_lens`.
+
+    Returns:
+        `[B, Q, Hq, D]` in the dtype of q; zeros where a query has nothing to see.
+    """
+    if max_context_len <= 0:
+        return torch.zeros_like(q)
+    num_keys = torch.where(slot_ids >= 0, context_lens, 0)
+    k, v = _gather_context(k_cache, v_cache, block_tables, slot_ids, num_keys, max_context_len)
+    offsets = torch.arange(q.shape[1], device=q.device)
+    return _attend(q, k, v, first_positions[:, None] + offsets, num_keys, scale)
+
+
+def prefill_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    slot_ids: Tensor,
+    query_start_loc: Tensor,
+    first_positions: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    max_query_len: int,
+    max_context_len: int,
+) -> Tensor:
+    """Attention of packed chunks of queries, of any length a row, over each row's cached context.
+
+    The rule of visibility, the caches and the tables are those of `decode_attention`.
+
+    Args:
+        q: `[T, Hq, D]`; the queries of row r are `query_start_loc[r]` to `query_start_loc[r+1]`, at
+            positions from `first_positions[r]` on. T may exceed `query_start_loc[R]`.
+        k_cache: `[num_blocks, block_size, Hkv, D]`, contiguous.
+        v_cache: as `k_cache`.
+        block_tables: int32 `[S, MB]`.
+        slot_ids: int32 `[R]`; -1 for an inert row.
+        query_start_loc: int32 `[R+1]`, ascending.
+        first_positions: int32 `[R]`.
+        context_lens: int32 `[R]`.
+        scale: factor on the scores.
+        max_query_len: host bound on the queries of a row.
+        max_context_len: host bound on `context_lens`.
+
+    Returns:
+        `[T, Hq, D]` in the dtype of q; zeros past `query_start_loc[R]` and where nothing is
+        visible.
+    """
+    num_tokens, num_rows = q.shape[0], slot_ids.numel()
+    if num_tokens == 0 or num_rows == 0 or max_query_len <= 0 or max_context_len <= 0:
+        return torch.zeros_like(q)
+    num_keys = torch.where(slot_ids >= 0, context_lens, 0)
+    k, v = _gather_context(k_cache, v_cache, block_tables, slot_ids, num_keys, max_context_len)
+    starts = query_start_loc[:-1].long()
+    chunks = []
+    for begin in range(0, max_query_len, _QUERY_BLOCK):
+        offsets = torch.arange(begin, min(begin + _QUERY_BLOCK, max_query_len), device=q.device)
+        index = (starts[:, None] + offsets).clamp(max=num_tokens - 1)  # [R, block]
+        chunks.append(_attend(q[index], k, v, first_positions[:, None] + offsets, num_keys, scale))
+    padded = (
+        chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim=1)
+    )  # [R, max_query_len, Hq, D]
+    tokens = torch.arange(num_tokens, device=q.device)
+    # The row of a token: the last one that starts at or before it. Empty rows share a start, the
+    # last wins.
+    rows = torch.searchsorted(query_start_loc.long(), tokens, right=True) - 1
+    used = rows < num_rows
+    rows = rows.clamp(0, num_rows - 1)
+    offsets = (tokens - starts[rows]).clamp(0, max_query_len - 1)
+    return torch.where(used[:, None, None], padded[rows, offsets], 0.0)

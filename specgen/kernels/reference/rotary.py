@@ -1,0 +1,53 @@
+"""Rotary embedding (Su et al., arXiv 2104.09864) joined with the cache write, in plain torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def rotary_write_cache(
+    qkv: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    slot_mapping: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+) -> Tensor:
+    """Rotate queries and keys, and write keys and values into the cache in place.
+
+    Dimension i is paired with i + D/2. The rotation is computed in float32 and rounded once.
+
+    The very last token slot of the caches belongs to no request: this version writes the keys and
+    values of tokens without a slot there, because skipping them would need the host. The Triton
+    kernel skips them.
+
+    Args:
+        qkv: `[T, (num_heads + 2*num_kv_heads) * D]`: queries, keys, values.
+        positions: int32 `[T]`; clamped to the table.
+        cos_sin: float32 `[max_pos, D]`: D/2 cosines, then D/2 sines.
+        slot_mapping: int64 `[T]`: block * block_size + offset; -1 writes nothing.
+        k_cache: `[num_blocks, block_size, num_kv_heads, D]`, contiguous.
+        v_cache: as `k_cache`.
+        num_heads: query heads.
+        num_kv_heads: key and value heads.
+
+    Returns:
+        The rotated queries, `[T, num_heads, D]`, in the dtype of qkv.
+    """
+    num_tokens, head_dim = qkv.shape[0], k_cache.shape[-1]
+    num_rotated = num_heads + num_kv_heads
+    heads = qkv.view(num_tokens, num_rotated + num_kv_heads, head_dim)
+    row = cos_sin[positions.long().clamp(0, cos_sin.shape[0] - 1)]  # [T, D]
+    cos, sin = row[:, None].chunk(2, dim=-1)  # [T, 1, D/2]
+    first, second = heads[:, :num_rotated].float().chunk(2, dim=-1)
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    rotated = rotated.to(qkv.dtype)
+    num_slots = k_cache.shape[0] * k_cache.shape[1]
+    slots = torch.where(slot_mapping < 0, num_slots - 1, slot_mapping)
+    flat = (num_slots, num_kv_heads, head_dim)
+    k_cache.view(flat).index_copy_(0, slots, rotated[:, num_heads:].to(k_cache.dtype))
+    v_cache.view(flat).index_copy_(0, slots, heads[:, num_rotated:].to(v_cache.dtype))
+    return rotated[:, :num_heads].contiguous()
