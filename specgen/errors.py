@@ -53,9 +53,11 @@ class SpecgenError(Exception):
         self.hint = hint
 
     def __str__(self) -> str:
+        """The message, and the hint on a line of its own."""
         return self.message if self.hint is None else f"{self.message}\nhint: {self.hint}"
 
     def __reduce__(self) -> tuple[type[SpecgenError], tuple[str, str | None]]:
+        """Pickle by the constructor's arguments; the default would drop the hint."""
         return type(self), (self.message, self.hint)
 
 
@@ -77,7 +79,7 @@ class ModelError(SpecgenError):
     exit_code = ExitCode.ENVIRONMENT
 
 
-class EnvironmentProblem(SpecgenError):
+class EnvironmentProblem(SpecgenError):  # noqa: N818 - EnvironmentError is a builtin
     """A machine that lacks what was asked for: no GPU, too little memory, an old library."""
 
     exit_code = ExitCode.ENVIRONMENT
@@ -105,6 +107,7 @@ class RequestError(Exception):
         self.line = line
 
     def __reduce__(self) -> tuple[type[RequestError], tuple[str, str, int | None]]:
+        """Pickle by the constructor's arguments; the default would call it with the message."""
         return type(self), (self.code, self.message, self.line)
 
     def to_dict(self) -> dict[str, str | int | None]:

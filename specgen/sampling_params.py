@@ -131,6 +131,7 @@ class SamplingParams:
     num_speculative_tokens: int | None = None
 
     def __post_init__(self) -> None:
+        """Check every field and bring lists and numbers to their one type."""
         put = object.__setattr__
         put(self, "temperature", _number("temperature", self.temperature))
         if self.temperature < 0:
