@@ -9,7 +9,7 @@ import torch
 
 
 def fill_with_poison(tensor: torch.Tensor) -> torch.Tensor:
-    """Fill a fresh tensor with values that no kernel would write: NaN, huge ints, alternating bools."""
+    """Fill a fresh tensor with what no kernel would write: NaN, huge ints, alternating bools."""
     if tensor.dtype.is_floating_point:
         return tensor.fill_(float("nan"))
     if tensor.dtype == torch.bool:
@@ -39,9 +39,3 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", poisoned_empty)
     monkeypatch.setattr(torch, "empty_like", poisoned_empty_like)
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoned_new_empty)
-
-
-@pytest.fixture
-def device() -> torch.device:
-    """Where Triton kernels run: compiled on a GPU, else interpreted on CPU tensors."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
