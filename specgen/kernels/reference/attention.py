@@ -12,6 +12,17 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 _QUERY_BLOCK = 128  # queries a row handled at once in prefill: bounds the size of the mask
+# Bytes of gathered K handled at once. Small pieces stay in the cache of the processor, and above
+# all their memory is reused: a large temporary is handed back to the system and faulted in again on
+# every call, which costs several times the arithmetic.
+_GATHER_BYTES = 1 << 20
+
+
+def _rows_at_once(k_cache: Tensor, block_tables: Tensor, max_context_len: int) -> int:
+    """How many rows to gather together."""
+    bound = min(max_context_len, block_tables.shape[1] * k_cache.shape[1])
+    row_bytes = bound * k_cache.shape[2] * k_cache.shape[3] * k_cache.element_size()
+    return max(1, _GATHER_BYTES // max(1, row_bytes))
 
 
 def _gather_context(
@@ -97,9 +108,16 @@ def decode_attention(
     if max_context_len <= 0:
         return torch.zeros_like(q)
     num_keys = torch.where(slot_ids >= 0, context_lens, 0)
-    k, v = _gather_context(k_cache, v_cache, block_tables, slot_ids, num_keys, max_context_len)
-    offsets = torch.arange(q.shape[1], device=q.device)
-    return _attend(q, k, v, first_positions[:, None] + offsets, num_keys, scale)
+    query_positions = first_positions[:, None] + torch.arange(q.shape[1], device=q.device)
+    out = torch.empty_like(q)
+    step = _rows_at_once(k_cache, block_tables, max_context_len)
+    for begin in range(0, q.shape[0], step):
+        part = slice(begin, begin + step)
+        k, v = _gather_context(
+            k_cache, v_cache, block_tables, slot_ids[part], num_keys[part], max_context_len
+        )
+        out[part] = _attend(q[part], k, v, query_positions[part], num_keys[part], scale)
+    return out
 
 
 def prefill_attention(
@@ -141,16 +159,20 @@ def prefill_attention(
     if num_tokens == 0 or num_rows == 0 or max_query_len <= 0 or max_context_len <= 0:
         return torch.zeros_like(q)
     num_keys = torch.where(slot_ids >= 0, context_lens, 0)
-    k, v = _gather_context(k_cache, v_cache, block_tables, slot_ids, num_keys, max_context_len)
     starts = query_start_loc[:-1].long()
-    chunks = []
-    for begin in range(0, max_query_len, _QUERY_BLOCK):
-        offsets = torch.arange(begin, min(begin + _QUERY_BLOCK, max_query_len), device=q.device)
-        index = (starts[:, None] + offsets).clamp(max=num_tokens - 1)  # [R, block]
-        chunks.append(_attend(q[index], k, v, first_positions[:, None] + offsets, num_keys, scale))
-    padded = (
-        chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim=1)
-    )  # [R, max_query_len, Hq, D]
+    padded = q.new_empty((num_rows, max_query_len, *q.shape[1:]))
+    step = _rows_at_once(k_cache, block_tables, max_context_len)
+    for begin in range(0, num_rows, step):
+        part = slice(begin, begin + step)
+        k, v = _gather_context(
+            k_cache, v_cache, block_tables, slot_ids[part], num_keys[part], max_context_len
+        )
+        for first in range(0, max_query_len, _QUERY_BLOCK):
+            block = slice(first, min(first + _QUERY_BLOCK, max_query_len))
+            offsets = torch.arange(block.start, block.stop, device=q.device)
+            index = (starts[part, None] + offsets).clamp(max=num_tokens - 1)  # [rows, block]
+            positions = first_positions[part, None] + offsets
+            padded[part, block] = _attend(q[index], k, v, positions, num_keys[part], scale)
     tokens = torch.arange(num_tokens, device=q.device)
     # The row of a token: the last one that starts at or before it. Empty rows share a start, the
     # last wins.
