@@ -1,0 +1,156 @@
+"""Frozen configurations: what the user asked for, and what that resolved to on this machine.
+
+``EngineConfig`` holds flags as given; ``specgen.resolve.resolve`` combines it with checkpoint facts
+and hardware into one ``ResolvedConfig``. Nothing here imports torch, so that the command line can
+build and check a configuration instantly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from specgen.errors import UsageError
+
+DraftSample = Literal["greedy", "gumbel"]
+RejectionSample = Literal["standard"]
+Overlong = Literal["error", "truncate-left"]
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+DEVICES = ("auto", "cuda", "cpu")
+DRAFT_SAMPLES = ("greedy", "gumbel")
+REJECTION_SAMPLES = ("standard",)
+LOAD_FORMATS = ("auto", "dummy")
+KERNEL_BACKENDS = ("auto", "triton", "reference")
+OVERLONG = ("error", "truncate-left")
+GENERATION_CONFIGS = ("auto", "none")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What the user asked for; ``None`` means "choose for me".
+
+    Attributes:
+        model: Directory or hub id of the target; ``None`` is the built-in pair.
+        draft_model: Directory or hub id of the EAGLE draft; ``None`` means the built-in draft with
+            the built-in target, and none with a given ``model``.
+        tokenizer: Directory or hub id of the tokenizer, when it is not the model's.
+        max_model_len: Longest sequence, prompt and completion together, in tokens.
+        max_num_seqs: Rows that decode at the same time.
+        max_num_batched_tokens: Prompt tokens of one prefill step.
+        num_speculative_tokens: k, the drafts a row proposes in a step.
+        num_kv_blocks: Cache blocks; ``None`` sizes the cache from memory.
+        block_size: Tokens in a cache block.
+        seed: Run seed; rows without a seed of their own hash it with their index.
+        cuda_graphs: Replay the decode step as one CUDA graph (CUDA only).
+
+    Raises:
+        UsageError: a value is outside its range.
+    """
+
+    model: str | None = None
+    draft_model: str | None = None
+    tokenizer: str | None = None
+    revision: str | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    load_format: str = "auto"
+    trust_remote_code: bool = False
+    generation_config: str = "auto"
+    chat_template: str | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    gpu_memory_utilization: float = 0.9
+    num_kv_blocks: int | None = None
+    block_size: int = 16
+    num_speculative_tokens: int | None = None
+    draft_sample: DraftSample = "greedy"
+    rejection_sample: RejectionSample = "standard"
+    no_draft: bool = False
+    seed: int = 0
+    overlong: Overlong = "error"
+    kernel_backend: str = "auto"
+    cuda_graphs: bool = True
+
+    def __post_init__(self) -> None:
+        """Check every field that can be checked without a checkpoint."""
+        for name, allowed in (
+            ("dtype", DTYPES),
+            ("device", DEVICES),
+            ("load_format", LOAD_FORMATS),
+            ("generation_config", GENERATION_CONFIGS),
+            ("draft_sample", DRAFT_SAMPLES),
+            ("rejection_sample", REJECTION_SAMPLES),
+            ("overlong", OVERLONG),
+            ("kernel_backend", KERNEL_BACKENDS),
+        ):
+            value = getattr(self, name)
+            if value not in allowed:
+                choices = ", ".join(allowed)
+                raise UsageError(f"{_flag(name)} must be one of {choices}, got {value!r}")
+        for name, minimum in (
+            ("max_model_len", 2),
+            ("max_num_seqs", 1),
+            ("max_num_batched_tokens", 1),
+            ("num_kv_blocks", 1),
+            ("num_speculative_tokens", 0),
+        ):
+            value = getattr(self, name)
+            if value is not None and value < minimum:
+                raise UsageError(f"{_flag(name)} must be at least {minimum}, got {value}")
+        if self.num_speculative_tokens is not None and self.num_speculative_tokens > 32:
+            raise UsageError(
+                f"--num-speculative-tokens must be at most 32, got {self.num_speculative_tokens}"
+            )
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise UsageError(
+                "--gpu-memory-utilization must be above 0 and at most 1, "
+                f"got {self.gpu_memory_utilization}"
+            )
+        if self.block_size < 1 or self.block_size & (self.block_size - 1):
+            raise UsageError(f"--block-size must be a power of two, got {self.block_size}")
+        if not -(2**63) <= self.seed < 2**63:
+            raise UsageError(f"--seed must fit in 64 bits, got {self.seed}")
+
+
+@dataclass(frozen=True)
+class ResolvedConfig:
+    """Every choice made: the flags, the checkpoint's facts and the machine put together.
+
+    Attributes:
+        model_dir: Local directory of the target.
+        draft_dir: Local directory of the draft; ``None`` decodes without one.
+        device: ``"cpu"`` or ``"cuda"``.
+        dtype: torch dtype name of weights and caches.
+        eos_token_ids: All ids that end a sequence, ascending.
+        num_speculative_tokens: k; 0 without a draft.
+    """
+
+    model_dir: str
+    draft_dir: str | None
+    tokenizer_dir: str
+    device: str
+    dtype: str
+    load_format: str
+    kernel_backend: str
+    trust_remote_code: bool
+    chat_template: str | None
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    gpu_memory_utilization: float
+    num_kv_blocks: int | None
+    block_size: int
+    num_speculative_tokens: int
+    draft_sample: DraftSample
+    rejection_sample: RejectionSample
+    seed: int
+    overlong: Overlong
+    cuda_graphs: bool
+    eos_token_ids: tuple[int, ...]
+    vocab_size: int
+
+
+def _flag(field: str) -> str:
+    return "--" + field.replace("_", "-")

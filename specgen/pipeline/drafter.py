@@ -1,0 +1,210 @@
+"""Proposing: the draft's extend pass over true target features, then k - 1 passes on its own."""
+
+from __future__ import annotations
+
+import torch
+
+from specgen.config import DraftSample
+from specgen.kernels import Kernels
+from specgen.kernels.batch_types import CommitResult, DecodeInputs
+from specgen.kernels.streams import DRAFT
+from specgen.models.attention import AttentionMetadata
+from specgen.models.draft import DraftModel
+from specgen.pipeline.input_batch import PrefillBatch
+from specgen.pipeline.kv_cache import KVCache
+from specgen.pipeline.request_state import RequestState
+
+
+class Drafter:
+    """Keeps the draft's cache true and writes k drafts into each live row.
+
+    The pair (feature of position P, token of position P + 1) sits at position P and predicts token
+    P + 2. The extend pass runs the pairs that a step committed, with the target's own features, and
+    yields draft 1; pass j feeds back the draft's hidden state and draft j - 1. What those passes
+    wrote to the cache is overwritten by the next extend pass.
+
+    Args:
+        draft_sample: ``greedy`` proposes the most likely token, ``gumbel`` samples from the draft's
+            distribution at the row's temperature and keeps its logits for the ratio rule.
+    """
+
+    def __init__(
+        self,
+        model: DraftModel,
+        caches: tuple[KVCache, ...],
+        kernels: Kernels,
+        state: RequestState,
+        *,
+        num_speculative_tokens: int,
+        draft_sample: DraftSample,
+        block_size: int,
+    ) -> None:
+        self._model = model
+        self._caches = caches
+        self._kernels = kernels
+        self._state = state
+        self._k = num_speculative_tokens
+        self._sampled = draft_sample == "gumbel"
+        self._block_size = block_size
+
+    def features(self, hidden: torch.Tensor, aux: torch.Tensor | None) -> torch.Tensor:
+        """The target features this draft was trained on."""
+        if self._model.features == "final":
+            return hidden
+        assert aux is not None, "the target was built without the draft's auxiliary layers"
+        return aux
+
+    def after_prefill(
+        self,
+        batch: PrefillBatch,
+        features: torch.Tensor,
+        next_ids: torch.Tensor,
+        slot_ids: torch.Tensor,
+        last_idx: torch.Tensor,
+    ) -> None:
+        """Extend over the prompt chunks; draft for the rows (``slot_ids``) that start decoding.
+
+        Args:
+            features: [T, ·] of the chunks' tokens.
+            next_ids: int32 [T], ``batch.next_ids`` completed with the tokens sampled in this step.
+            last_idx: int64 [B], row of each starting request's last pair.
+        """
+        hidden = self._model.fuse(features)
+        logits_hidden, feedback = self._model.forward(
+            next_ids, hidden, batch.metadata, self._caches
+        )
+        if slot_ids.numel():
+            self._propose(
+                slot_ids,
+                logits_hidden[last_idx],
+                feedback[last_idx],
+                max_context_len=batch.metadata.max_context_len,
+            )
+
+    def after_decode(
+        self,
+        slot_ids: torch.Tensor,
+        inputs: DecodeInputs,
+        tokens: torch.Tensor,
+        committed: CommitResult,
+        features: torch.Tensor,
+        *,
+        max_context_len: int,
+    ) -> None:
+        """Extend over the committed tokens of a decode step and draft again.
+
+        Args:
+            tokens: int32 [B, k + 1] that the step emitted.
+            features: [B * (k + 1), ·] of the positions the target ran.
+        """
+        state, num_queries = self._state, tokens.shape[1]
+        extend = self._kernels.batch_inputs.extend_inputs(
+            slot_ids,
+            tokens,
+            committed.num_committed,
+            inputs.first_positions,
+            state.active,
+            state.block_tables,
+            self._block_size,
+        )
+        metadata = AttentionMetadata(
+            positions=inputs.positions.flatten(),
+            slot_mapping=extend.slot_mapping.flatten(),
+            block_tables=state.block_tables,
+            slot_ids=slot_ids,
+            first_positions=inputs.first_positions,
+            context_lens=extend.context_lens,
+            query_len=num_queries,
+            query_start_loc=None,
+            max_query_len=num_queries,
+            max_context_len=max_context_len,
+        )
+        hidden = self._model.fuse(features)
+        logits_hidden, feedback = self._model.forward(
+            extend.input_ids.flatten(), hidden, metadata, self._caches
+        )
+        self._propose(
+            slot_ids,
+            logits_hidden[extend.last_idx],
+            feedback[extend.last_idx],
+            max_context_len=max_context_len,
+        )
+
+    def _propose(
+        self,
+        slot_ids: torch.Tensor,
+        logits_hidden: torch.Tensor,
+        feedback: torch.Tensor,
+        *,
+        max_context_len: int,
+    ) -> None:
+        """Draw drafts 1..k of each row and write them to its device row."""
+        state = self._state
+        rows = state.rows(slot_ids)
+        usable = state.active[rows] & (slot_ids >= 0)
+        count = torch.zeros_like(slot_ids)
+        drafts: list[torch.Tensor] = []
+        for j in range(self._k):
+            if j > 0:
+                logits_hidden, feedback = self._pass(
+                    slot_ids, drafts[-1], feedback, j, max_context_len + j
+                )
+            tokens, ok = self._draw(rows, usable, self._model.compute_logits(logits_hidden), j)
+            # A row whose draft logits broke proposes nothing from there on.
+            usable = usable & ok
+            count += usable
+            drafts.append(tokens.clamp_min(0))
+        state.draft_tokens[rows] = torch.stack(drafts, dim=1)
+        state.num_draft_tokens[rows] = torch.minimum(count, state.draft_limits[rows])
+
+    def _pass(
+        self,
+        slot_ids: torch.Tensor,
+        tokens: torch.Tensor,
+        hidden: torch.Tensor,
+        step: int,
+        max_context_len: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One single-token pass: the previous draft with the draft's own hidden state."""
+        state = self._state
+        inputs = self._kernels.batch_inputs.draft_inputs(
+            slot_ids, state.seq_lens, state.active, state.block_tables, step, self._block_size
+        )
+        metadata = AttentionMetadata(
+            positions=inputs.positions,
+            slot_mapping=inputs.slot_mapping,
+            block_tables=state.block_tables,
+            slot_ids=slot_ids,
+            first_positions=inputs.positions,
+            context_lens=inputs.context_lens,
+            query_len=1,
+            query_start_loc=None,
+            max_query_len=1,
+            max_context_len=max_context_len,
+        )
+        return self._model.forward(tokens, hidden, metadata, self._caches)
+
+    def _draw(
+        self, rows: torch.Tensor, usable: torch.Tensor, logits: torch.Tensor, j: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draft j of each row from logits [B, Vd]: tokens int32 [B] (target ids), bool [B]."""
+        state = self._state
+        temperature = state.temperature[rows]
+        if state.draft_logits is not None:
+            # q is the distribution that is sampled: sample from the values that are stored.
+            state.draft_logits[rows, j] = logits
+        if not self._sampled:
+            temperature = torch.zeros_like(temperature)
+        positions = torch.where(usable, state.seq_lens[rows] + j, -1)
+        tokens, ok = self._kernels.gumbel.gumbel_sample(
+            logits[:, None, :],
+            temperature,
+            state.seeds[rows],
+            positions[:, None],
+            state.sample_index[rows],
+            DRAFT,
+            j,
+            None,
+            self._model.target_ids,
+        )
+        return tokens[:, 0], ok[:, 0]

@@ -1,0 +1,299 @@
+"""The engine: rows in, steps on the device, finished rows out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from specgen.config import EngineConfig
+from specgen.errors import RequestError
+from specgen.kernels.batch_types import FINISH_ERROR, FINISH_STOP, RUNNING
+from specgen.pipeline.detokenizer import StopStringWatcher, detokenize
+from specgen.pipeline.input_batch import build_prefill_batch
+from specgen.pipeline.loading import build_pipeline
+from specgen.pipeline.model_runner import RowRecord, read_records
+from specgen.pipeline.request import (
+    ChoiceOutput,
+    PromptRow,
+    Request,
+    RequestOutput,
+    row_seed,
+)
+from specgen.pipeline.scheduler import ScheduledStep
+from specgen.resolve import resolve
+from specgen.stats import SpeculationStats
+
+
+class Engine:
+    """Generates completions for prompt rows in continuous batches.
+
+    Example:
+        >>> engine = Engine(EngineConfig())
+        >>> for output in engine.generate(rows):
+        ...     print(output.choices[0].text)
+
+    Raises:
+        SpecgenError: a model is missing or unfit, or the machine lacks what was asked for.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = resolve(config)
+        self._pipeline = build_pipeline(self.config)
+        self._tokenizer = self._pipeline.tokenizer
+        self._runner = self._pipeline.runner
+        self._state = self._pipeline.state
+        self._scheduler = self._pipeline.scheduler
+        self._groups: dict[int, list[Request]] = {}  # by id of the first sample
+        self._watchers: dict[int, StopStringWatcher] = {}  # by id of the request
+
+    @property
+    def num_running(self) -> int:
+        """Samples that hold a device row."""
+        return len(self._scheduler.running) + len(self._scheduler.prefilling)
+
+    @property
+    def num_waiting(self) -> int:
+        """Samples that wait for a device row."""
+        return len(self._scheduler.waiting)
+
+    def has_unfinished(self) -> bool:
+        """Whether :meth:`step` has anything to do."""
+        return self._scheduler.has_unfinished
+
+    def add_request(self, row: PromptRow) -> None:
+        """Tokenise a row and queue its samples.
+
+        Raises:
+            RequestError: the row cannot be run; nothing was queued.
+        """
+        requests = self._requests(row)
+        for request in requests:
+            self._groups[id(request)] = requests
+            if row.sampling.stop:
+                self._watchers[id(request)] = StopStringWatcher(
+                    self._tokenizer, request.prompt_token_ids, row.sampling.stop
+                )
+        self._scheduler.add(requests)
+
+    def step(self) -> list[RequestOutput]:
+        """Schedule, run and account for one step; return the rows that it finished."""
+        scheduled = self._scheduler.schedule()
+        if scheduled is None:
+            return []
+        self._apply_edits(scheduled)
+        if scheduled.chunks:
+            return self._prefill(scheduled)
+        return self._decode(scheduled)
+
+    def generate(self, rows: Iterable[PromptRow]) -> Iterator[RequestOutput]:
+        """Run rows to their end, pulling them as slots come free; yields in order of completion.
+
+        A row that cannot be run comes out at once, with its ``error``.
+        """
+        source = iter(rows)
+        exhausted = False
+        while True:
+            while not exhausted and self.num_waiting < self._pipeline.max_num_waiting:
+                row = next(source, None)
+                if row is None:
+                    exhausted = True
+                    break
+                try:
+                    self.add_request(row)
+                except RequestError as error:
+                    yield RequestOutput(row, (), (), error)
+            if not self.has_unfinished():
+                return
+            yield from self.step()
+
+    def describe(self) -> dict[str, Any]:
+        """Effective settings, for the log and the output's metadata."""
+        return self._pipeline.describe()
+
+    def preempt_all(self) -> None:
+        """Send every admitted row back to the queue; they resume by recomputation."""
+        self._state.deactivate(self._scheduler.preempt_all())
+
+    # -- a step, piece by piece ---------------------------------------------------------------
+
+    def _apply_edits(self, scheduled: ScheduledStep) -> None:
+        """The host's edits of device rows, in stream order before the step."""
+        self._state.deactivate(scheduled.preempted)
+        if scheduled.admitted and self._state.admit(scheduled.admitted):
+            self._pipeline.forget_graphs()
+        self._state.write_block_tables(scheduled.grown)
+
+    def _prefill(self, scheduled: ScheduledStep) -> list[RequestOutput]:
+        batch = build_prefill_batch(scheduled.chunks, self._state, self.config.block_size)
+        record = self._runner.prefill(batch)
+        self._scheduler.prefill_done(scheduled.chunks)
+        last = [chunk.request for chunk in scheduled.chunks if chunk.is_last]
+        fresh = [request for request in last if not request.is_resuming]
+        return self._update(fresh, read_records(record, len(fresh)))
+
+    def _decode(self, scheduled: ScheduledStep) -> list[RequestOutput]:
+        if not scheduled.decode:
+            return []
+        # The draft passes may look ahead beyond what the step commits.
+        k = scheduled.num_speculative_tokens
+        max_context_len = max(r.num_tokens for r in scheduled.decode) + 2 * k + 1
+        record = self._runner.decode(scheduled.decode, k, max_context_len)
+        return self._update(scheduled.decode, read_records(record, len(scheduled.decode)))
+
+    def _update(
+        self, requests: Sequence[Request], records: Sequence[RowRecord]
+    ) -> list[RequestOutput]:
+        """Account for a step's records; collect the rows whose last sample ended."""
+        outputs = []
+        stopped_by_host = []
+        for request, record in zip(requests, records, strict=True):
+            slot = request.slot
+            self._account(request, record)
+            if request.finish_reason is None:
+                continue
+            if record.finish == RUNNING and slot is not None:
+                stopped_by_host.append(slot)
+            self._scheduler.finish(request)
+            output = self._finish(request)
+            if output is not None:
+                outputs.append(output)
+        self._state.deactivate(stopped_by_host)
+        return outputs
+
+    def _account(self, request: Request, record: RowRecord) -> None:
+        if record.finish == FINISH_ERROR:
+            request.finish_reason = "error"
+            request.error = RequestError(
+                "bad_logits",
+                f"the model's logits were NaN or infinite at token {request.num_tokens}",
+                request.row.line,
+            )
+            return
+        token_ids = record.token_ids
+        watcher = self._watchers.get(id(request))
+        match = None
+        ends_with_stop_token = record.finish == FINISH_STOP
+        if watcher is not None:
+            watched = token_ids[:-1] if ends_with_stop_token else token_ids
+            match = next((m for t in watched if (m := watcher.push(t)) is not None), None)
+        if match is not None:
+            token_ids = token_ids[: match.num_tokens - len(request.output_token_ids)]
+            request.text = match.text
+        request.output_token_ids.extend(token_ids)
+        if record.num_draft_tokens > 0:
+            request.stats.add_spec_step(
+                record.num_draft_tokens, record.num_sampled - 1, len(token_ids)
+            )
+        else:
+            request.stats.add_plain(len(token_ids))
+        if match is not None:
+            request.finish_reason, request.stop_reason = "stop", match.stop
+        elif ends_with_stop_token:
+            last = token_ids[-1]
+            is_eos = last in self.config.eos_token_ids and not request.row.sampling.ignore_eos
+            request.finish_reason, request.stop_reason = "stop", None if is_eos else last
+        elif record.finish != RUNNING:
+            request.finish_reason = "length"
+
+    def _finish(self, request: Request) -> RequestOutput | None:
+        """Close a sample; return its row's output when it was the last one."""
+        self._watchers.pop(id(request), None)
+        group = self._groups.pop(id(request))
+        if request.text is None and request.error is None:
+            token_ids = request.output_token_ids
+            if request.finish_reason == "stop":  # by a token, which is no text
+                token_ids = token_ids[:-1]
+            request.text = detokenize(self._tokenizer, request.prompt_token_ids, token_ids)
+        if any(sample.finish_reason is None for sample in group):
+            return None
+        error = next((sample.error for sample in group if sample.error is not None), None)
+        return RequestOutput(
+            row=request.row,
+            prompt_token_ids=request.prompt_token_ids,
+            choices=() if error is not None else tuple(map(_choice, group)),
+            error=error,
+        )
+
+    # -- from rows to requests ------------------------------------------------------------------
+
+    def _requests(self, row: PromptRow) -> list[Request]:
+        config, sampling = self.config, row.sampling
+        token_ids = self._fit(row, self._tokenizer.encode(row))
+        highest = max(token_ids)
+        if highest >= config.vocab_size or min(token_ids) < 0:
+            bad = highest if highest >= config.vocab_size else min(token_ids)
+            raise RequestError(
+                "token_id_out_of_range",
+                f'"prompt" holds token id {bad}, the model has ids 0 to {config.vocab_size - 1}',
+                row.line,
+            )
+        k = config.num_speculative_tokens
+        if sampling.num_speculative_tokens is not None:
+            if sampling.num_speculative_tokens > k > 0:
+                raise RequestError(
+                    "invalid_value",
+                    f'"speculative.num_speculative_tokens" must be at most the run\'s {k}, '
+                    f"got {sampling.num_speculative_tokens}",
+                    row.line,
+                )
+            k = min(k, sampling.num_speculative_tokens)
+        stop_ids = () if sampling.ignore_eos else config.eos_token_ids
+        room = config.max_model_len - len(token_ids)
+        max_tokens = room if sampling.max_tokens is None else min(room, sampling.max_tokens)
+        first = Request(
+            row=row,
+            sample_index=0,
+            prompt_token_ids=token_ids,
+            max_len=len(token_ids) + max_tokens,
+            seed=row_seed(config.seed, row.index) if sampling.seed is None else sampling.seed,
+            num_speculative_tokens=k,
+            stop_token_ids=tuple(dict.fromkeys((*stop_ids, *sampling.stop_token_ids))),
+            stats=SpeculationStats(k),
+        )
+        if self._scheduler.max_blocks_of(first) > self._scheduler.blocks.num_blocks:
+            raise RequestError(
+                "prompt_too_long",
+                f"the row may need {first.max_len} tokens of cache, "
+                f"there is room for {self._pipeline.num_cache_tokens}",
+                row.line,
+            )
+        others = [
+            replace(
+                first,
+                sample_index=index,
+                stats=SpeculationStats(k),
+                output_token_ids=[],
+                block_ids=[],
+            )
+            for index in range(1, sampling.n)
+        ]
+        return [first, *others]
+
+    def _fit(self, row: PromptRow, token_ids: tuple[int, ...]) -> tuple[int, ...]:
+        """A prompt with room for at least one token after it, cut at the left if that was asked."""
+        limit = self.config.max_model_len - 1
+        if len(token_ids) <= limit:
+            return token_ids
+        if self.config.overlong == "truncate-left":
+            # Leave the room that the row asks for, and one prompt token in any case.
+            return token_ids[-max(1, self.config.max_model_len - (row.sampling.max_tokens or 1)) :]
+        raise RequestError(
+            "prompt_too_long",
+            f'"prompt" has {len(token_ids)} tokens, the model takes {limit} and one to generate',
+            row.line,
+        )
+
+
+def _choice(request: Request) -> ChoiceOutput:
+    assert request.finish_reason is not None, "only finished samples become choices"
+    request.stats.check(len(request.output_token_ids))
+    return ChoiceOutput(
+        index=request.sample_index,
+        token_ids=tuple(request.output_token_ids),
+        text=request.text or "",
+        finish_reason=request.finish_reason,
+        stop_reason=request.stop_reason,
+        seed=request.seed,
+        stats=request.stats,
+    )

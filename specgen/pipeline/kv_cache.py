@@ -1,0 +1,93 @@
+"""Paged key/value caches of target and draft: how many blocks fit, and their tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from specgen.errors import EnvironmentProblem
+
+KVCache = tuple[torch.Tensor, torch.Tensor]
+
+_CPU_CACHE_BYTES = 2 << 30
+_GPU_RESERVE_BYTES = 1 << 30  # kernels, graph pools, fragmentation
+
+
+class CachedModel(Protocol):
+    """What the cache must know of a model."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class KVCaches:
+    """Per-layer ``(keys, values)``, each ``[num_blocks + 1, block_size, num_kv_heads, head_dim]``.
+
+    Block ``num_blocks`` is never handed out: twins send the writes of padding tokens there.
+    """
+
+    target: tuple[KVCache, ...]
+    draft: tuple[KVCache, ...]
+
+
+def block_bytes(model: CachedModel, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes one cache block takes over all layers of ``model``."""
+    return 2 * model.num_layers * block_size * model.num_kv_heads * model.head_dim * dtype.itemsize
+
+
+def num_blocks_that_fit(
+    models: list[CachedModel],
+    *,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    gpu_memory_utilization: float,
+    activation_bytes: int,
+    wanted: int,
+    needed: int,
+) -> int:
+    """Size the cache from memory.
+
+    Args:
+        activation_bytes: The largest step's temporary tensors.
+        wanted: Blocks that every slot at full length would use; more are useless.
+        needed: Blocks of one row at full length; fewer are an error.
+
+    Raises:
+        EnvironmentProblem: not even one row at full length fits.
+    """
+    bytes_per_block = sum(block_bytes(model, block_size, dtype) for model in models)
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        held = total - free
+        available = int(total * gpu_memory_utilization) - held - activation_bytes
+        available -= _GPU_RESERVE_BYTES
+    else:
+        available = _CPU_CACHE_BYTES
+    num_blocks = min(wanted, available // bytes_per_block)
+    if num_blocks < needed:
+        raise EnvironmentProblem(
+            f"the cache has room for {max(num_blocks, 0) * block_size} tokens, one row of "
+            f"--max-model-len needs {needed * block_size}",
+            "lower --max-model-len, --max-num-seqs or --max-num-batched-tokens, "
+            "or raise --gpu-memory-utilization",
+        )
+    return num_blocks
+
+
+def allocate(
+    model: CachedModel, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+) -> tuple[KVCache, ...]:
+    """Cache tensors of one model, zeroed: masked positions must hold finite numbers."""
+    shape = (num_blocks + 1, block_size, model.num_kv_heads, model.head_dim)
+    return tuple(
+        (
+            torch.zeros(shape, dtype=dtype, device=device),
+            torch.zeros(shape, dtype=dtype, device=device),
+        )
+        for _ in range(model.num_layers)
+    )

@@ -1,0 +1,211 @@
+"""Putting the engine together: weights, caches, device rows and the parts that work on them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from specgen.config import ResolvedConfig
+from specgen.errors import ModelError
+from specgen.kernels import select_kernels
+from specgen.models.config import DraftConfig
+from specgen.models.decoder import Decoder
+from specgen.models.draft import DraftModel
+from specgen.models.registry import read_model_config
+from specgen.models.weights import inspect_draft, load_draft, load_target
+from specgen.pipeline.block_manager import BlockManager
+from specgen.pipeline.cuda_graphs import DecodeGraphs
+from specgen.pipeline.drafter import Drafter
+from specgen.pipeline.kv_cache import CachedModel, KVCaches, allocate, num_blocks_that_fit
+from specgen.pipeline.model_runner import ModelRunner
+from specgen.pipeline.rejection_sampler import RejectionSampler
+from specgen.pipeline.request_state import RequestState
+from specgen.pipeline.scheduler import Scheduler
+from specgen.pipeline.tokenization import Tokenizer
+
+_MIN_PREFILL_TOKENS = {"cpu": 256, "cuda": 1024}
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Everything an engine drives, built for one resolved config."""
+
+    config: ResolvedConfig
+    tokenizer: Tokenizer
+    target: Decoder
+    draft: DraftModel | None
+    draft_config: DraftConfig | None
+    caches: KVCaches
+    state: RequestState
+    scheduler: Scheduler
+    runner: ModelRunner
+    graphs: DecodeGraphs | None
+    kernel_backend: str
+
+    @property
+    def num_cache_tokens(self) -> int:
+        """Tokens the cache holds."""
+        return self.scheduler.blocks.num_blocks * self.config.block_size
+
+    @property
+    def max_num_waiting(self) -> int:
+        """Rows to tokenise ahead, so that a free slot never waits for its prompt."""
+        return 2 * self.config.max_num_seqs
+
+    def forget_graphs(self) -> None:
+        """Drop captured graphs after a persistent tensor was replaced."""
+        if self.graphs is not None:
+            self.graphs.clear()
+
+    def describe(self) -> dict[str, Any]:
+        """Effective settings, JSON-ready."""
+        return {
+            **asdict(self.config),
+            "kernel_backend": self.kernel_backend,
+            "num_kv_blocks": self.scheduler.blocks.num_blocks,
+            "num_cache_tokens": self.num_cache_tokens,
+            "draft_logits_bytes": self.state.draft_logits_bytes,
+            "has_chat_template": self.tokenizer.has_chat_template,
+            "draft_layout": None if self.draft_config is None else self.draft_config.layout,
+            "draft_notes": [] if self.draft_config is None else list(self.draft_config.notes),
+        }
+
+
+def build_pipeline(config: ResolvedConfig) -> Pipeline:
+    """Load both models and allocate everything of ``config``.
+
+    Raises:
+        ModelError: a checkpoint is incomplete, or draft, tokenizer and target do not fit.
+        EnvironmentProblem: the cache does not fit the memory.
+    """
+    device, dtype = torch.device(config.device), getattr(torch, config.dtype)
+    kernels = select_kernels(device, config.kernel_backend)
+    tokenizer = Tokenizer(
+        config.tokenizer_dir,
+        chat_template=config.chat_template,
+        trust_remote_code=config.trust_remote_code,
+    )
+    if len(tokenizer) > config.vocab_size:
+        raise ModelError(
+            f"{config.tokenizer_dir}: the tokenizer has {len(tokenizer)} tokens, "
+            f"the model's embedding {config.vocab_size}",
+            "give the tokenizer that belongs to the model in --tokenizer",
+        )
+    draft_config = None
+    if config.draft_dir is not None:
+        draft_config = inspect_draft(config.draft_dir, read_model_config(config.model_dir))
+    target = load_target(
+        config.model_dir,
+        device=device,
+        dtype=dtype,
+        kernels=kernels,
+        aux_layers=() if draft_config is None else draft_config.aux_layers,
+        load_format=config.load_format,
+    )
+    draft = None
+    if config.draft_dir is not None:
+        draft = load_draft(
+            config.draft_dir,
+            target,
+            device=device,
+            dtype=dtype,
+            kernels=kernels,
+            load_format=config.load_format,
+        )
+    return _assemble(config, tokenizer, target, draft, draft_config)
+
+
+def _assemble(
+    config: ResolvedConfig,
+    tokenizer: Tokenizer,
+    target: Decoder,
+    draft: DraftModel | None,
+    draft_config: DraftConfig | None,
+) -> Pipeline:
+    device, dtype = torch.device(config.device), getattr(torch, config.dtype)
+    kernels = select_kernels(device, config.kernel_backend)
+    k, block_size = config.num_speculative_tokens, config.block_size
+    # Drafts look ahead 2k positions past the last token a row may commit (see the scheduler).
+    max_context_len = config.max_model_len + 2 * k + 1
+    max_blocks = -(-max_context_len // block_size)
+    judged_by_ratio = draft_config is not None and config.draft_sample == "gumbel"
+    state = RequestState(
+        max_num_seqs=config.max_num_seqs,
+        max_blocks=max_blocks,
+        num_speculative_tokens=k,
+        device=device,
+        draft_logits_shape=(draft_config.draft_vocab_size, dtype)
+        if draft_config is not None and judged_by_ratio
+        else None,
+    )
+    models: list[CachedModel] = [target] if draft is None else [target, draft]
+    num_blocks = config.num_kv_blocks or num_blocks_that_fit(
+        models,
+        block_size=block_size,
+        dtype=dtype,
+        device=device,
+        gpu_memory_utilization=config.gpu_memory_utilization,
+        activation_bytes=_activation_bytes(config, target),
+        wanted=config.max_num_seqs * max_blocks,
+        needed=max_blocks,
+    )
+    caches = KVCaches(
+        target=allocate(target, num_blocks, block_size, dtype, device),
+        draft=() if draft is None else allocate(draft, num_blocks, block_size, dtype, device),
+    )
+    drafter = None
+    if draft is not None:
+        drafter = Drafter(
+            draft,
+            caches.draft,
+            kernels,
+            state,
+            num_speculative_tokens=k,
+            draft_sample=config.draft_sample,
+            block_size=block_size,
+        )
+    graphs = DecodeGraphs(config.max_num_seqs, device) if config.cuda_graphs else None
+    runner = ModelRunner(
+        target,
+        caches.target,
+        kernels,
+        state,
+        RejectionSampler(kernels, state, None if draft is None else draft.draft_ids),
+        drafter,
+        block_size=block_size,
+        max_context_len=max_context_len,
+        graphs=graphs,
+    )
+    scheduler = Scheduler(
+        block_manager=BlockManager(num_blocks, block_size),
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        num_speculative_tokens=k,
+        min_prefill_tokens=_MIN_PREFILL_TOKENS[config.device],
+    )
+    return Pipeline(
+        config=config,
+        tokenizer=tokenizer,
+        target=target,
+        draft=draft,
+        draft_config=draft_config,
+        caches=caches,
+        state=state,
+        scheduler=scheduler,
+        runner=runner,
+        graphs=graphs,
+        kernel_backend=kernels.backend,
+    )
+
+
+def _activation_bytes(config: ResolvedConfig, target: Decoder) -> int:
+    """A generous bound on the temporaries of the largest prefill and decode step."""
+    model = target.config
+    itemsize: int = getattr(torch, config.dtype).itemsize
+    decode_rows = config.max_num_seqs * (config.num_speculative_tokens + 1)
+    num_tokens = max(config.max_num_batched_tokens, decode_rows)
+    width = 2 * model.intermediate_size + model.qkv_size + 8 * model.hidden_size
+    logits = decode_rows * config.vocab_size * (itemsize + 4)
+    return num_tokens * width * itemsize + logits

@@ -1,0 +1,218 @@
+"""A step on the device: prefill chunks, or one round of verify, commit and draft.
+
+Nothing in here reads a device value on the host. The one thing a step hands back is a small record
+on the device, which the engine copies out after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from specgen.kernels import Kernels
+from specgen.kernels.batch_types import CommitResult
+from specgen.models.attention import AttentionMetadata
+from specgen.models.decoder import Decoder
+from specgen.pipeline.cuda_graphs import DecodeGraphs
+from specgen.pipeline.drafter import Drafter
+from specgen.pipeline.input_batch import PrefillBatch
+from specgen.pipeline.kv_cache import KVCache
+from specgen.pipeline.rejection_sampler import RejectionSampler
+from specgen.pipeline.request import Request
+from specgen.pipeline.request_state import RequestState
+from specgen.pipeline.sampler import Sampler
+
+
+@dataclass(frozen=True)
+class RowRecord:
+    """What one step did to one row (host side)."""
+
+    token_ids: list[int]  # committed
+    num_sampled: int  # accepted drafts + 1, before cuts; 0 when inert or failed
+    num_draft_tokens: int  # judged; -1 when inert
+    finish: int  # batch_types.RUNNING, FINISH_STOP, FINISH_LENGTH, FINISH_ERROR
+
+
+class ModelRunner:
+    """Runs steps of one target (and draft) over the persistent rows.
+
+    Args:
+        block_size: Tokens of a cache block.
+        max_context_len: Host bound on any row's context, for captured graphs.
+        graphs: Replays decode steps as CUDA graphs; ``None`` launches them one by one.
+    """
+
+    def __init__(
+        self,
+        target: Decoder,
+        caches: tuple[KVCache, ...],
+        kernels: Kernels,
+        state: RequestState,
+        rejection_sampler: RejectionSampler,
+        drafter: Drafter | None,
+        *,
+        block_size: int,
+        max_context_len: int,
+        graphs: DecodeGraphs | None = None,
+    ) -> None:
+        self._target = target
+        self._caches = caches
+        self._kernels = kernels
+        self._state = state
+        self._sampler = Sampler(kernels, state)
+        self._rejection_sampler = rejection_sampler
+        self._drafter = drafter
+        self._block_size = block_size
+        self._max_context_len = max_context_len
+        self._graphs = graphs
+
+    @torch.inference_mode()
+    def prefill(self, batch: PrefillBatch) -> torch.Tensor:
+        """Run prompt chunks; sample the first token of fresh requests; draft for all that start.
+
+        Returns:
+            A record of the fresh requests, in the order of the chunks; see :func:`read_records`.
+        """
+        state = self._state
+        hidden, aux = self._target.forward(batch.input_ids, batch.metadata, self._caches)
+        slots = torch.cat((batch.fresh_slots, batch.resumed_slots))
+        state.active[slots.long()] = True
+        logits = self._target.compute_logits(hidden[batch.fresh_idx])
+        tokens, ok = self._sampler.sample(
+            logits, batch.fresh_slots, needs_filter=batch.needs_filter
+        )
+        num_sampled = ok.to(torch.int32)
+        committed = self._commit(
+            batch.fresh_slots, tokens, num_sampled, ok, torch.zeros_like(num_sampled)
+        )
+        if self._drafter is not None:
+            next_ids = batch.next_ids
+            next_ids[batch.fresh_idx] = tokens[:, 0].clamp_min(0)
+            self._drafter.after_prefill(
+                batch,
+                self._drafter.features(hidden, aux),
+                next_ids,
+                slots,
+                torch.cat((batch.fresh_idx, batch.resumed_idx)),
+            )
+        return _record(tokens, num_sampled, torch.zeros_like(num_sampled), committed)
+
+    @torch.inference_mode()
+    def decode(
+        self, requests: Sequence[Request], num_speculative_tokens: int, max_context_len: int
+    ) -> torch.Tensor:
+        """Run one decode step of ``requests``; see :meth:`decode_step`."""
+        needs_filter = any(
+            r.row.sampling.top_k > 0 or r.row.sampling.top_p < 1.0
+            for r in requests
+            if not r.row.sampling.greedy
+        )
+        slot_ids = torch.tensor([r.slot for r in requests], dtype=torch.int32)
+        if self._graphs is not None:
+
+            def step(graph_slots: torch.Tensor) -> torch.Tensor:
+                return self.decode_step(
+                    graph_slots, num_speculative_tokens, needs_filter, self._max_context_len
+                )
+
+            return self._graphs.run(slot_ids, (num_speculative_tokens, needs_filter), step)
+        slot_ids = slot_ids.to(self._state.device, non_blocking=True)
+        return self.decode_step(slot_ids, num_speculative_tokens, needs_filter, max_context_len)
+
+    def decode_step(
+        self,
+        slot_ids: torch.Tensor,
+        num_speculative_tokens: int,
+        needs_filter: bool,
+        max_context_len: int,
+    ) -> torch.Tensor:
+        """Target over k+1 positions a row, judge, commit, draft again: the unit of a CUDA graph.
+
+        Args:
+            slot_ids: int32 [B], -1 on padding rows.
+            num_speculative_tokens: k of this step; 0 skips the draft.
+            max_context_len: host bound on the context of any row in the step.
+
+        Returns:
+            Record int32 [B, k + 1 + 4]; see :func:`read_records`.
+        """
+        state, k = self._state, num_speculative_tokens
+        inputs = self._kernels.batch_inputs.decode_inputs(
+            slot_ids,
+            state.last_tokens,
+            state.draft_tokens,
+            state.num_draft_tokens,
+            state.seq_lens,
+            state.active,
+            state.block_tables,
+            k,
+            self._block_size,
+        )
+        metadata = AttentionMetadata(
+            positions=inputs.positions.flatten(),
+            slot_mapping=inputs.slot_mapping.flatten(),
+            block_tables=state.block_tables,
+            slot_ids=slot_ids,
+            first_positions=inputs.first_positions,
+            context_lens=inputs.context_lens,
+            query_len=k + 1,
+            query_start_loc=None,
+            max_query_len=k + 1,
+            max_context_len=max_context_len,
+        )
+        hidden, aux = self._target.forward(inputs.input_ids.flatten(), metadata, self._caches)
+        logits = self._target.compute_logits(hidden).unflatten(0, (-1, k + 1))
+        tokens, num_sampled, ok = self._rejection_sampler.verify(
+            logits, slot_ids, inputs, needs_filter=needs_filter
+        )
+        committed = self._commit(slot_ids, tokens, num_sampled, ok, inputs.num_draft_tokens)
+        if self._drafter is not None and k > 0:
+            features = self._drafter.features(hidden, aux)
+            self._drafter.after_decode(
+                slot_ids, inputs, tokens, committed, features, max_context_len=max_context_len
+            )
+        return _record(tokens, num_sampled, inputs.num_draft_tokens, committed)
+
+    def _commit(
+        self,
+        slot_ids: torch.Tensor,
+        tokens: torch.Tensor,
+        num_sampled: torch.Tensor,
+        ok: torch.Tensor,
+        num_draft_tokens: torch.Tensor,
+    ) -> CommitResult:
+        state = self._state
+        result: CommitResult = self._kernels.commit.commit_tokens(
+            slot_ids,
+            tokens,
+            num_sampled,
+            ok,
+            num_draft_tokens,
+            state.stop_ids,
+            state.max_lens,
+            state.seq_lens,
+            state.last_tokens,
+            state.active,
+        )
+        return result
+
+
+def _record(
+    tokens: torch.Tensor,
+    num_sampled: torch.Tensor,
+    num_draft_tokens: torch.Tensor,
+    committed: CommitResult,
+) -> torch.Tensor:
+    columns = (num_sampled, num_draft_tokens, committed.num_committed, committed.finish)
+    return torch.cat((tokens, torch.stack(columns, dim=1)), dim=1)
+
+
+def read_records(record: torch.Tensor, num_rows: int) -> list[RowRecord]:
+    """Copy a step's record to the host (waits for the step) and unpack its first rows."""
+    rows: list[list[int]] = record[:num_rows].tolist()
+    return [
+        RowRecord(row[: row[-2]], num_sampled=row[-4], num_draft_tokens=row[-3], finish=row[-1])
+        for row in rows
+    ]

@@ -1,0 +1,220 @@
+"""What the next step does: which rows prefill, which decode, and who gives way.
+
+Prefill and decode steps are apart: a prefill step packs chunks of several prompts up to a token
+budget, because a matrix product of a few thousand rows costs far less a token than a prompt at a
+time; a decode step runs every admitted row.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from specgen.pipeline.block_manager import BlockManager
+from specgen.pipeline.request import Request
+
+
+@dataclass(frozen=True)
+class PrefillChunk:
+    """Tokens ``start .. start + num_tokens`` of a request, run in one prefill step."""
+
+    request: Request
+    start: int
+    num_tokens: int
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the request enters decode after this chunk."""
+        return self.start + self.num_tokens == self.request.num_prefill_tokens
+
+
+@dataclass(frozen=True)
+class ScheduledStep:
+    """A step: either ``chunks`` to prefill or ``decode`` rows; plus the host's edits before it.
+
+    Attributes:
+        admitted: Requests that got a slot; their device rows must be written.
+        grown: Requests whose block list changed; their block tables must be written.
+        preempted: Slots taken back; their device rows must be made inert first.
+        num_speculative_tokens: The draft length k of a decode step.
+    """
+
+    chunks: tuple[PrefillChunk, ...] = ()
+    decode: tuple[Request, ...] = ()
+    admitted: tuple[Request, ...] = ()
+    grown: tuple[Request, ...] = ()
+    preempted: tuple[int, ...] = ()
+    num_speculative_tokens: int = 0
+
+
+class Scheduler:
+    """Grants slots, blocks and prefill tokens; preempts by recomputation when blocks run out.
+
+    Args:
+        max_num_seqs: Slots.
+        max_num_batched_tokens: Prompt tokens of one prefill step.
+        num_speculative_tokens: k of the engine; 0 without a draft.
+        min_prefill_tokens: Do not interrupt decoding for fewer prompt tokens than this, unless a
+            quarter of the slots is free.
+    """
+
+    def __init__(
+        self,
+        *,
+        block_manager: BlockManager,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        num_speculative_tokens: int,
+        min_prefill_tokens: int = 1024,
+    ) -> None:
+        self.blocks = block_manager
+        self.waiting: deque[Request] = deque()
+        self.prefilling: list[Request] = []
+        self.running: list[Request] = []  # in order of admission
+        self._free_slots = list(range(max_num_seqs - 1, -1, -1))
+        self._max_num_seqs = max_num_seqs
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._min_prefill_tokens = min_prefill_tokens
+        self._num_speculative_tokens = num_speculative_tokens
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether any request is waiting, prefilling or decoding."""
+        return bool(self.waiting or self.prefilling or self.running)
+
+    def add(self, requests: Iterable[Request]) -> None:
+        """Queue requests; the caller has checked that each fits the cache alone."""
+        self.waiting.extend(requests)
+
+    def max_blocks_of(self, request: Request) -> int:
+        """Blocks the request can ever hold, its drafts' look-ahead included."""
+        return self.blocks.num_blocks_for(request.max_len + self._lookahead)
+
+    @property
+    def _lookahead(self) -> int:
+        # Before a step with n committed tokens, its k+1 queries reach position n - 1 + k, and the
+        # draft passes after it, should all k+1 tokens commit, n + 2k - 1.
+        return 2 * self._num_speculative_tokens
+
+    def schedule(self) -> ScheduledStep | None:
+        """Choose the next step; ``None`` when there is nothing to do."""
+        if self.prefilling or self._should_admit():
+            admitted = self._admit()
+            if self.prefilling:
+                return self._schedule_prefill(admitted)
+        if self.running:
+            return self._schedule_decode()
+        if self.waiting:
+            raise AssertionError("a waiting request does not fit an empty cache")
+        return None
+
+    def _should_admit(self) -> bool:
+        if not self.waiting or not self._free_slots:
+            return False
+        if not self.running:
+            return True
+        if len(self._free_slots) * 4 >= self._max_num_seqs:
+            return True
+        num_tokens = 0
+        for request, _ in zip(self.waiting, self._free_slots, strict=False):
+            num_tokens += request.num_prefill_tokens
+            if num_tokens >= self._min_prefill_tokens:
+                return True
+        return False
+
+    def _admit(self) -> list[Request]:
+        """Give slots and all prefill blocks to waiting requests, in order, while they last."""
+        admitted = []
+        budget = self._max_num_batched_tokens
+        while self.waiting and self._free_slots and budget > 0:
+            request = self.waiting[0]
+            num_tokens = request.num_tokens + self._lookahead + 1
+            # Leave every decoding row a block to grow by: a row that is admitted only to be
+            # preempted a step later would be recomputed again and again.
+            num_spare = self.blocks.num_free - self.blocks.num_blocks_for(num_tokens)
+            if num_spare < len(self.running) or not self.blocks.grow(request.block_ids, num_tokens):
+                break
+            self.waiting.popleft()
+            request.slot = self._free_slots.pop()
+            request.num_computed_tokens = 0
+            self.prefilling.append(request)
+            admitted.append(request)
+            budget -= request.num_prefill_tokens
+        return admitted
+
+    def _schedule_prefill(self, admitted: list[Request]) -> ScheduledStep:
+        chunks = []
+        budget = self._max_num_batched_tokens
+        for request in self.prefilling:
+            if budget == 0:
+                break
+            start = request.num_computed_tokens
+            num_tokens = min(budget, request.num_prefill_tokens - start)
+            chunks.append(PrefillChunk(request, start, num_tokens))
+            budget -= num_tokens
+        return ScheduledStep(chunks=tuple(chunks), admitted=tuple(admitted), grown=tuple(admitted))
+
+    def _schedule_decode(self) -> ScheduledStep:
+        """Decode every running row that has, or can get, the blocks its step may write."""
+        grown: list[Request] = []
+        preempted: list[int] = []
+        ready: list[Request] = []
+        # Oldest first: the newest row gives way, so the oldest always makes progress.
+        queue = deque(self.running)
+        while queue:
+            request = queue.popleft()
+            num_held = len(request.block_ids)
+            while not self.blocks.grow(request.block_ids, request.num_tokens + self._lookahead + 1):
+                victim = queue.pop() if queue else request
+                preempted.append(self._preempt(victim))
+                if victim is request:
+                    break
+            else:
+                ready.append(request)
+                if len(request.block_ids) > num_held:
+                    grown.append(request)
+        wanted = max((r.num_speculative_tokens for r in ready), default=0)
+        return ScheduledStep(
+            decode=tuple(ready),
+            grown=tuple(grown),
+            preempted=tuple(preempted),
+            num_speculative_tokens=self._num_speculative_tokens if wanted else 0,
+        )
+
+    def _preempt(self, request: Request) -> int:
+        """Take everything from a running row and put it first in the queue; return its slot."""
+        self.running.remove(request)
+        slot = self._release(request)
+        self.waiting.appendleft(request)
+        return slot
+
+    def preempt_all(self) -> list[int]:
+        """Preempt every admitted row (a test's tool, and the way out of memory trouble)."""
+        slots = [self._preempt(request) for request in reversed(self.running)]
+        for request in reversed(self.prefilling):
+            slots.append(self._release(request))
+            self.waiting.appendleft(request)
+        self.prefilling.clear()
+        return slots
+
+    def prefill_done(self, chunks: Iterable[PrefillChunk]) -> None:
+        """Record the progress of a prefill step; completed requests start decoding."""
+        for chunk in chunks:
+            chunk.request.num_computed_tokens += chunk.num_tokens
+            if chunk.is_last:
+                self.prefilling.remove(chunk.request)
+                self.running.append(chunk.request)
+
+    def finish(self, request: Request) -> None:
+        """Take a finished row out of the batch."""
+        self.running.remove(request)
+        self._release(request)
+
+    def _release(self, request: Request) -> int:
+        slot = request.slot
+        assert slot is not None, "only admitted requests hold anything"
+        self.blocks.release(request.block_ids)
+        self._free_slots.append(slot)
+        request.slot = None
+        return slot

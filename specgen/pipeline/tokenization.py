@@ -1,0 +1,117 @@
+"""Prompts to token ids: tokenizers and chat templates from transformers, applied once each."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from specgen.errors import ModelError, RequestError
+from specgen.pipeline.request import PromptRow
+
+
+class Tokenizer:
+    """A transformers tokenizer, with the rules that a batch job needs.
+
+    Special tokens are added by the tokenizer to plain prompts only: a chat template writes its own,
+    and token ids are taken as they are.
+
+    Args:
+        directory: Local tokenizer directory.
+        chat_template: Jinja text, or the path of a file with it, instead of the tokenizer's own.
+
+    Raises:
+        ModelError: the directory holds no tokenizer that transformers can load.
+    """
+
+    def __init__(
+        self, directory: str, *, chat_template: str | None = None, trust_remote_code: bool = False
+    ) -> None:
+        from transformers import AutoTokenizer
+
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(
+                directory, trust_remote_code=trust_remote_code, local_files_only=True
+            )
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            raise ModelError(
+                f"{directory}: no usable tokenizer: {error}",
+                "give a directory with tokenizer files in --tokenizer",
+            ) from error
+        if chat_template is not None:
+            self._tokenizer.chat_template = _read_template(chat_template)
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The tokenizer's own end-of-sequence id."""
+        value: int | None = self._tokenizer.eos_token_id
+        return value
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether messages can be rendered."""
+        return bool(self._tokenizer.chat_template)
+
+    def __len__(self) -> int:
+        """Tokens, added ones included."""
+        return len(self._tokenizer)
+
+    def encode(self, row: PromptRow) -> tuple[int, ...]:
+        """Token ids of a row's prompt.
+
+        Raises:
+            RequestError: no template, a template that refuses the messages, an empty prompt.
+        """
+        if row.prompt_token_ids is not None:
+            token_ids = row.prompt_token_ids
+        elif row.messages is not None:
+            token_ids = self._encode_text(self._render(row), add_special_tokens=False)
+        else:
+            token_ids = self._encode_text(row.prompt or "", add_special_tokens=True)
+        if not token_ids or row.prompt == "":
+            raise RequestError("empty_prompt", '"prompt" is empty', row.line)
+        return token_ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of ``token_ids`` without special tokens, spaces as they are."""
+        text: str = self._tokenizer.decode(
+            list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    def _encode_text(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+        encoded = self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
+        return tuple(encoded["input_ids"])
+
+    def _render(self, row: PromptRow) -> str:
+        if not self.has_chat_template:
+            raise RequestError(
+                "no_chat_template",
+                '"messages" need a chat template and the tokenizer has none; '
+                'give one with --chat-template, or use "prompt"',
+                row.line,
+            )
+        messages: list[Mapping[str, Any]] = list(row.messages or ())
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:  # a template raises whatever its author chose
+            raise RequestError(
+                "chat_template_error", f'"messages" do not fit the chat template: {error}', row.line
+            ) from error
+        return text
+
+
+def _read_template(template: str) -> str:
+    """The template itself, or the content of the file it names."""
+    if "{" not in template and "\n" not in template:
+        try:
+            return Path(os.fspath(template)).read_text(encoding="utf-8")
+        except OSError as error:
+            raise ModelError(
+                f"--chat-template {template}: {error.strerror}",
+                "give a file with a Jinja template, or the template itself",
+            ) from error
+    return template

@@ -1,0 +1,168 @@
+"""From flags to facts: one new frozen config out of checkpoint, hardware and what was asked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from specgen.config import EngineConfig, ResolvedConfig
+from specgen.errors import EnvironmentProblem, ModelError, UsageError
+from specgen.models.registry import read_model_config
+
+_PAIR = Path(__file__).parent / "models" / "default"
+BUILTIN_TARGET = _PAIR / "target"
+BUILTIN_DRAFT = _PAIR / "draft"
+
+DEFAULT_NUM_SPECULATIVE_TOKENS = 3
+_DEFAULT_SEQS = {"cpu": 16, "cuda": 256}
+_DEFAULT_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
+
+
+def resolve(config: EngineConfig) -> ResolvedConfig:
+    """Make every choice that ``config`` left open.
+
+    Raises:
+        ModelError: a model, draft or tokenizer cannot be found or understood.
+        EnvironmentProblem: the machine lacks what was asked for.
+        UsageError: flags contradict each other or the checkpoint.
+    """
+    device = _device(config)
+    model_dir = str(BUILTIN_TARGET) if config.model is None else locate(config.model, config)
+    draft_dir = _draft_dir(config)
+    model = read_model_config(model_dir)
+    max_model_len = config.max_model_len or model.max_position_embeddings
+    if max_model_len > model.max_position_embeddings:
+        raise UsageError(
+            f"--max-model-len {max_model_len} is beyond the model's "
+            f"{model.max_position_embeddings} positions",
+            f"give at most {model.max_position_embeddings}",
+        )
+    k = config.num_speculative_tokens
+    if draft_dir is None:
+        k = 0
+    elif k is None:
+        k = DEFAULT_NUM_SPECULATIVE_TOKENS
+    return ResolvedConfig(
+        model_dir=model_dir,
+        draft_dir=draft_dir if k else None,
+        tokenizer_dir=locate(config.tokenizer, config) if config.tokenizer else model_dir,
+        device=device,
+        dtype=_dtype(config.dtype, device, model.dtype),
+        load_format=config.load_format,
+        kernel_backend=config.kernel_backend,
+        trust_remote_code=config.trust_remote_code,
+        chat_template=config.chat_template,
+        max_model_len=max_model_len,
+        max_num_seqs=config.max_num_seqs or _DEFAULT_SEQS[device],
+        max_num_batched_tokens=config.max_num_batched_tokens or _DEFAULT_BATCHED_TOKENS[device],
+        gpu_memory_utilization=config.gpu_memory_utilization,
+        num_kv_blocks=config.num_kv_blocks,
+        block_size=config.block_size,
+        num_speculative_tokens=k,
+        draft_sample=config.draft_sample,
+        rejection_sample=config.rejection_sample,
+        seed=config.seed,
+        overlong=config.overlong,
+        cuda_graphs=config.cuda_graphs and device == "cuda",
+        eos_token_ids=_eos_token_ids(model_dir, model.eos_token_ids),
+        vocab_size=model.vocab_size,
+    )
+
+
+def generation_defaults(model_dir: str | Path) -> dict[str, Any]:
+    """Sampling defaults of a checkpoint's ``generation_config.json``, by our own names.
+
+    Only what transformers itself would act on counts: without ``do_sample`` a checkpoint asks for
+    greedy decoding only if it says so in words (``do_sample: false``).
+    """
+    data = _read_json(Path(model_dir) / "generation_config.json")
+    out: dict[str, Any] = {}
+    if data.get("do_sample") is False:
+        out["temperature"] = 0.0
+    for key in ("temperature", "top_p", "top_k"):
+        value = data.get(key)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            out.setdefault(key, value)
+    if isinstance(data.get("max_new_tokens"), int):
+        out["max_tokens"] = data["max_new_tokens"]
+    return out
+
+
+def locate(name: str, config: EngineConfig) -> str:
+    """Local directory of a model given by path or hub id.
+
+    Raises:
+        ModelError: it is neither a directory nor something the hub (or its cache) has.
+    """
+    if Path(name).is_dir():
+        return name
+    looks_like_path = name.startswith((".", "/", "~")) or name.count("/") != 1
+    if looks_like_path:
+        raise ModelError(
+            f"{name}: no such model directory", "give a directory with config.json, or a hub id"
+        )
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "pytorch_model*.bin"]
+    try:
+        return snapshot_download(name, revision=config.revision, allow_patterns=patterns)
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelError(
+            f"{name}: no such model directory, and not available from the hub: {reason}",
+            "check the name, log in if the model is gated, or download it beforehand",
+        ) from error
+
+
+def _draft_dir(config: EngineConfig) -> str | None:
+    if config.no_draft:
+        if config.draft_model is not None:
+            raise UsageError("--no-draft and --draft-model contradict each other")
+        return None
+    if config.draft_model is not None:
+        return locate(config.draft_model, config)
+    # A given target has no built-in draft; the built-in one comes with its own.
+    return str(BUILTIN_DRAFT) if config.model is None else None
+
+
+def _device(config: EngineConfig) -> str:
+    import torch
+
+    has_cuda = torch.cuda.is_available()
+    if config.device == "cuda" and not has_cuda:
+        raise EnvironmentProblem(
+            "--device cuda: torch sees no CUDA device here",
+            "leave --device at auto, or run `specgen doctor` to see what the machine offers",
+        )
+    return ("cuda" if has_cuda else "cpu") if config.device == "auto" else config.device
+
+
+def _dtype(asked: str, device: str, stored: str | None) -> str:
+    """``auto``: the checkpoint's own dtype on a GPU, float32 (exact, and fast there) on a CPU."""
+    if asked != "auto":
+        return asked
+    if device == "cpu":
+        return "float32"
+    return stored or "bfloat16"
+
+
+def _eos_token_ids(model_dir: str, from_config: tuple[int, ...]) -> tuple[int, ...]:
+    """All end-of-sequence ids: the generation config's where it has any, else the config's."""
+    value = _read_json(Path(model_dir) / "generation_config.json").get("eos_token_id")
+    ids = value if isinstance(value, list) else [value]
+    own = tuple(i for i in ids if isinstance(i, int) and not isinstance(i, bool))
+    return tuple(sorted(set(own or from_config)))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: cannot be read as JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise ModelError(f"{path}: must hold a JSON object, got {type(data).__name__}")
+    return data
