@@ -1,0 +1,388 @@
+"""What the user sees of a run, on standard error; standard output belongs to the data.
+
+One protocol, five displays: `rich` (live, for terminals), `plain` (a line every few seconds, for
+logs), `json` (one object a line, for programs), `none` (settings and summary only) and quiet.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TextIO
+
+from specgen.stats import RunStats
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress, TaskID
+    from rich.table import Table
+
+__all__ = ["Display", "ProgressKind", "create_display", "format_value", "progress_line"]
+
+ProgressKind = Literal["auto", "rich", "plain", "json", "none"]
+
+_PLAIN_SECONDS = 5.0
+_MAX_WARNINGS = 10
+_BAR = 24
+
+
+class Display(Protocol):
+    """Watches a run; never takes part in it."""
+
+    def start(self, settings: Mapping[str, Any], total: int | None) -> None:
+        """Show the effective settings; `total` rows will come, None if unknown."""
+
+    def advance(self, stats: RunStats) -> None:
+        """A row was finished and is counted in `stats`."""
+
+    def note(self, message: str) -> None:
+        """Say something the user may want to know."""
+
+    def warn(self, message: str) -> None:
+        """Say something the user should look at, such as a bad row."""
+
+    def close(self) -> None:
+        """End the live part; may be called more than once."""
+
+    def summary(self, stats: RunStats, seconds: float) -> None:
+        """Show the closing table."""
+
+
+def create_display(
+    kind: ProgressKind, *, quiet: bool = False, data_on_terminal: bool = False
+) -> Display:
+    """The display for `--progress`.
+
+    Args:
+        kind: `auto` is rich on a terminal and plain lines otherwise.
+        quiet: show nothing at all; errors that end the run are not shown by displays.
+        data_on_terminal: rows are printed to the same terminal, which a live display would garble.
+    """
+    stream = sys.stderr
+    if quiet:
+        return QuietDisplay()
+    if kind == "auto":
+        live = stream.isatty() and not data_on_terminal and os.environ.get("TERM") != "dumb"
+        kind = "rich" if live else "plain"
+    if kind == "rich":
+        return RichDisplay(stream)
+    if kind == "plain":
+        return PlainDisplay(stream)
+    if kind == "json":
+        return JsonDisplay(stream)
+    return TextDisplay(stream)
+
+
+def format_value(value: object) -> str:
+    """A setting as text."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(format_value, value)) or "-"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{k}={format_value(v)}" for k, v in value.items()) or "-"
+    return str(value)
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _figure(value: float | None, digits: int = 2) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f} %"
+
+
+def _eta(stats: RunStats, total: int | None, seconds: float) -> float | None:
+    if total is None or not stats.rows_done:
+        return None
+    return seconds / stats.rows_done * max(total - stats.rows_done, 0)
+
+
+def progress_line(stats: RunStats, total: int | None) -> str:
+    """Where a run stands, in one line."""
+    seconds = stats.elapsed()
+    parts = [f"{stats.rows_done:,}/{'?' if total is None else format(total, ',')} rows"]
+    if stats.rows_failed:
+        parts.append(f"{stats.rows_failed:,} failed")
+    parts.append(f"{stats.completion_tokens / max(seconds, 1e-9):,.1f} tok/s")
+    length = stats.speculation.mean_acceptance_length
+    if length is not None:
+        parts.append(f"acceptance length {length:.2f}")
+    eta = _eta(stats, total, seconds)
+    parts.append(f"{_duration(seconds)} elapsed")
+    if eta is not None:
+        parts.append(f"{_duration(eta)} left")
+    return ", ".join(parts)
+
+
+class QuietDisplay:
+    """Shows nothing."""
+
+    def start(self, settings: Mapping[str, Any], total: int | None) -> None:
+        """Nothing."""
+
+    def advance(self, stats: RunStats) -> None:
+        """Nothing."""
+
+    def note(self, message: str) -> None:
+        """Nothing."""
+
+    def warn(self, message: str) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+    def summary(self, stats: RunStats, seconds: float) -> None:
+        """Nothing."""
+
+
+class TextDisplay:
+    """Settings, remarks and the closing table; no progress."""
+
+    def __init__(self, stream: TextIO) -> None:
+        from rich.console import Console
+
+        self._console: Console = Console(file=stream, highlight=False, soft_wrap=True)
+        self._total: int | None = None
+        self._num_warnings = 0
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, markup=False)
+
+    def start(self, settings: Mapping[str, Any], total: int | None) -> None:
+        """Print the settings, one a line."""
+        self._total = total
+        width = max((len(name) for name in settings), default=0)
+        for name, value in settings.items():
+            self._say(f"{name:<{width}}  {format_value(value)}")
+
+    def advance(self, stats: RunStats) -> None:
+        """Nothing; subclasses show progress."""
+
+    def note(self, message: str) -> None:
+        """Print it."""
+        self._say(message)
+
+    def warn(self, message: str) -> None:
+        """Print it, unless there were many already: all bad rows are in the output."""
+        self._num_warnings += 1
+        if self._num_warnings <= _MAX_WARNINGS:
+            self._say(f"warning: {message}")
+        if self._num_warnings == _MAX_WARNINGS:
+            self._say("warning: further failed rows are shown in the output only")
+
+    def close(self) -> None:
+        """Nothing; subclasses end their live part."""
+
+    def summary(self, stats: RunStats, seconds: float) -> None:
+        """Print the closing table."""
+        self.close()
+        for table in summary_tables(stats, seconds, self._console):
+            self._console.print(table)
+
+
+class PlainDisplay(TextDisplay):
+    """A line every few seconds, if something changed."""
+
+    def __init__(self, stream: TextIO, interval: float = _PLAIN_SECONDS) -> None:
+        super().__init__(stream)
+        self._interval = interval
+        self._stats: RunStats | None = None
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self, settings: Mapping[str, Any], total: int | None) -> None:
+        """Print the settings and begin to watch."""
+        super().start(settings, total)
+        self._thread = threading.Thread(target=self._watch, name="progress", daemon=True)
+        self._thread.start()
+
+    def advance(self, stats: RunStats) -> None:
+        """Remember what to show next."""
+        self._stats = stats
+
+    def _watch(self) -> None:
+        shown = -1
+        while not self._ended.wait(self._interval):
+            stats = self._stats
+            if stats is not None and stats.rows_done != shown:
+                shown = stats.rows_done
+                try:
+                    self._progress(stats)
+                except (OSError, ValueError):
+                    return  # the log is gone; the run goes on
+
+    def _progress(self, stats: RunStats) -> None:
+        self._say(progress_line(stats, self._total))
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._ended.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+
+class JsonDisplay(PlainDisplay):
+    """One JSON object a line: `start`, `progress`, `note`, `warning`, `summary`."""
+
+    def __init__(self, stream: TextIO, interval: float = _PLAIN_SECONDS) -> None:
+        super().__init__(stream, interval)
+        self._stream = stream
+
+    def _event(self, event: str, **fields: Any) -> None:
+        text = json.dumps({"event": event, **fields}, ensure_ascii=False, default=str)
+        self._stream.write(text + "\n")
+        self._stream.flush()
+
+    def _say(self, text: str) -> None:
+        """Settings come as an object instead."""
+
+    def start(self, settings: Mapping[str, Any], total: int | None) -> None:
+        """Report the settings and begin to watch."""
+        self._event("start", settings=dict(settings), total=total)
+        super().start({}, total)
+
+    def note(self, message: str) -> None:
+        """Report it."""
+        self._event("note", message=message)
+
+    def warn(self, message: str) -> None:
+        """Report it; programs can take them all."""
+        self._event("warning", message=message)
+
+    def _progress(self, stats: RunStats) -> None:
+        seconds = stats.elapsed()
+        self._event(
+            "progress",
+            rows_done=stats.rows_done,
+            rows_failed=stats.rows_failed,
+            total=self._total,
+            completion_tokens=stats.completion_tokens,
+            tokens_per_s=stats.completion_tokens / max(seconds, 1e-9),
+            mean_acceptance_length=stats.speculation.mean_acceptance_length,
+            elapsed_s=seconds,
+            eta_s=_eta(stats, self._total, seconds),
+        )
+
+    def summary(self, stats: RunStats, seconds: float) -> None:
+        """Report the whole summary."""
+        self.close()
+        self._event("summary", **stats.summary(seconds))
+
+
+class RichDisplay(TextDisplay):
+    """A live line with a bar."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream)
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+
+    def start(self, settings: Mapping[str, Any], total: int | None) -> None:
+        """Print the settings and open the live line."""
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
+
+        super().start(settings, total)
+        self._progress = Progress(
+            BarColumn(_BAR),
+            MofNCompleteColumn(),
+            TextColumn("rows{task.fields[failed]}"),
+            TextColumn("{task.fields[speed]} tok/s"),
+            TextColumn("acceptance length {task.fields[length]}"),
+            TimeElapsedColumn(),
+            TextColumn("ETA"),
+            TimeRemainingColumn(),
+            console=self._console,
+            transient=True,
+            refresh_per_second=4,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        self._task = self._progress.add_task("", total=total, failed="", speed="-", length="-")
+        self._progress.start()
+
+    def advance(self, stats: RunStats) -> None:
+        """Update the live line."""
+        if self._progress is None or self._task is None:
+            return
+        self._progress.update(
+            self._task,
+            completed=stats.rows_done,
+            failed=f" ({stats.rows_failed:,} failed)" if stats.rows_failed else "",
+            speed=f"{stats.completion_tokens / max(stats.elapsed(), 1e-9):,.0f}",
+            length=_figure(stats.speculation.mean_acceptance_length),
+        )
+
+    def close(self) -> None:
+        """Take the live line away."""
+        if self._progress is not None:
+            self._progress.stop()
+
+
+def summary_tables(stats: RunStats, seconds: float, console: Console) -> list[Table]:
+    """The closing tables: the run, and each draft position."""
+    from rich import box
+    from rich.table import Table
+
+    fancy = console.is_terminal and not console.options.ascii_only
+    frame = box.ROUNDED if fancy else box.ASCII
+    total = Table(title="Summary", box=frame, show_header=False, title_justify="left")
+    total.add_column()
+    total.add_column(justify="right")
+    spec = stats.speculation
+    total.add_row("rows ok", f"{stats.rows_ok:,}")
+    total.add_row("rows failed", f"{stats.rows_failed:,}")
+    total.add_row("prompt tokens", f"{stats.prompt_tokens:,}")
+    total.add_row("completion tokens", f"{stats.completion_tokens:,}")
+    total.add_row("time", f"{seconds:,.1f} s")
+    total.add_row("completion tokens/s", f"{stats.completion_tokens / max(seconds, 1e-9):,.1f}")
+    if not spec.num_spec_steps:
+        total.add_row("speculation", "none")
+        return [total]
+    total.add_row("spec steps", f"{spec.num_spec_steps:,}")
+    total.add_row("drafted tokens", f"{spec.num_draft_tokens:,}")
+    total.add_row("accepted tokens", f"{spec.num_accepted_draft_tokens:,}")
+    total.add_row("acceptance rate", _percent(spec.draft_acceptance_rate))
+    total.add_row("mean acceptance length", _figure(spec.mean_acceptance_length))
+    per_request = stats.summary(seconds)["speculative_decoding"]["per_request"]
+    total.add_row("  mean over rows", _figure(per_request["mean_acceptance_length"]))
+
+    table = Table(title="Acceptance", box=frame, title_justify="left")
+    table.add_column("position", justify="right")
+    table.add_column("accepted", justify="right")
+    table.add_column("accepted drafts", justify="right")
+    table.add_column("steps", justify="right")
+    table.add_column("share of steps", min_width=_BAR)
+    mark = "█" if fancy else "#"
+    rates: list[float | None] = [None, *spec.acceptance_per_position]
+    for count, steps in enumerate(spec.acceptance_histogram):
+        share = steps / spec.num_spec_steps
+        table.add_row(
+            str(count) if count else "",
+            _percent(rates[count]) if count else "",
+            str(count),
+            f"{steps:,}",
+            f"{mark * round(share * (_BAR - 8))} {100 * share:.1f} %",
+        )
+    return [total, table]

@@ -1,0 +1,99 @@
+"""The output object of a row.
+
+Keys of the input line that are no prompt and no sampling are carried: at the top level under their
+own names, or, where the output has a key of that name itself, inside `"input"`. So nothing is
+renamed, nothing is lost, and the fixed keys always mean the same.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from specgen.pipeline.request import ChoiceOutput, PromptRow, RequestOutput
+from specgen.stats import SpeculationStats
+
+__all__ = ["RESERVED_KEYS", "encode", "error_message", "to_record"]
+
+#: Keys the output owns; data keys of these names go under "input".
+RESERVED_KEYS = frozenset(
+    {"index", "input_hash", "input", "status", "choices", "usage", "seed", "metrics", "error"}
+)
+
+
+def to_record(output: RequestOutput, *, return_token_ids: bool = False) -> dict[str, Any]:
+    """The JSON object of a finished row; its first keys are `index` and `input_hash`.
+
+    Raises:
+        AssertionError: the accounts of a choice do not explain its tokens.
+    """
+    row = output.row
+    record: dict[str, Any] = {"index": row.index, "input_hash": row.input_hash}
+    shadowed = {key: value for key, value in row.extras.items() if key in RESERVED_KEYS}
+    record.update((k, v) for k, v in row.extras.items() if k not in RESERVED_KEYS)
+    if shadowed:
+        record["input"] = shadowed
+    if output.error is not None:
+        record |= {"status": "error", "choices": [], "usage": None, "seed": None, "metrics": None}
+        record["error"] = {
+            "code": output.error.code,
+            "message": error_message(output),
+            "line": row.line,
+        }
+        return record
+    several = len(output.choices) > 1
+    prompt_tokens = len(output.prompt_token_ids)
+    completion_tokens = sum(len(choice.token_ids) for choice in output.choices)
+    for choice in output.choices:
+        choice.stats.check(len(choice.token_ids))
+    total = SpeculationStats.merged(choice.stats for choice in output.choices)
+    record |= {
+        "status": "ok",
+        "choices": [_choice(c, several, return_token_ids) for c in output.choices],
+        "usage": {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+        },
+        "seed": output.choices[0].seed,
+        "metrics": _metrics(total),
+        "error": None,
+    }
+    return record
+
+
+def _choice(choice: ChoiceOutput, several: bool, return_token_ids: bool) -> dict[str, Any]:
+    out: dict[str, Any] = {"index": choice.index, "text": choice.text}
+    if return_token_ids:
+        out["token_ids"] = list(choice.token_ids)
+    out["finish_reason"] = choice.finish_reason
+    out["stop_reason"] = choice.stop_reason
+    if several:
+        out["seed"] = choice.seed
+        out["metrics"] = _metrics(choice.stats)
+    return out
+
+
+def _metrics(stats: SpeculationStats) -> dict[str, Any]:
+    return {"speculative_decoding": stats.to_dict()}
+
+
+def error_message(output: RequestOutput) -> str:
+    """What is wrong with a failed row, with file and line in front."""
+    assert output.error is not None
+    return f"{location(output.row)}: {output.error.message}"
+
+
+def location(row: PromptRow) -> str:
+    """`file:line` of a row."""
+    return f"{row.source}:{row.line}"
+
+
+def encode(record: dict[str, Any]) -> str:
+    """A record as one line of JSON without its line end.
+
+    Text stays readable (no `\\uXXXX` for letters), but U+2028 and U+2029 are escaped, because some
+    readers split lines there.
+    """
+    text = json.dumps(record, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.replace("\u2028", "\\u2028").replace("\u2029", "\\u2029").replace("\x85", "\\u0085")
