@@ -1,0 +1,163 @@
+"""Attention over a paged cache, and the metadata that a forward pass runs under."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from specgen.models.config import BlockConfig
+from specgen.models.layers import Linear, RMSNorm
+
+if TYPE_CHECKING:
+    from specgen.kernels import Kernels
+
+__all__ = ["Attention", "AttentionMetadata", "KVCache"]
+
+KVCache = tuple[torch.Tensor, torch.Tensor]
+"""Keys and values of one layer, each ``[num_blocks, block_size, num_kv_heads, head_dim]``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionMetadata:
+    """Where the T tokens of a pass stand, and what each of the R rows may see.
+
+    Decode passes hold ``query_len`` tokens for every row, ``T = R * query_len``. Prefill passes
+    have ``query_len == 0`` and rows packed one after the other, split by ``query_start_loc``.
+    """
+
+    positions: torch.Tensor
+    """int32 ``[T]``, absolute."""
+    slot_mapping: torch.Tensor
+    """int64 ``[T]``: ``block * block_size + offset`` of the token's entry, -1: write nothing."""
+    block_tables: torch.Tensor
+    """int32 ``[S, MB]``, row by slot."""
+    slot_ids: torch.Tensor
+    """int32 ``[R]``, -1: an inert row."""
+    first_positions: torch.Tensor
+    """int32 ``[R]``: position of the row's first query."""
+    context_lens: torch.Tensor
+    """int32 ``[R]``: keys that exist, the queries' own included."""
+    query_len: int
+    max_query_len: int
+    max_context_len: int
+    query_start_loc: torch.Tensor | None = None
+    """int32 ``[R + 1]`` for prefill."""
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions; query, key and value from one product."""
+
+    def __init__(
+        self,
+        config: BlockConfig,
+        kernels: Kernels,
+        *,
+        input_size: int | None = None,
+        device: torch.device | str,
+        dtype: torch.dtype,
+    ) -> None:
+        """``input_size`` is the width of the normed input where it is not the hidden size."""
+        super().__init__()
+        self.num_heads = config.num_heads
+        self.num_kv_heads = config.num_kv_heads
+        self.head_dim = config.head_dim
+        self.scale = config.head_dim**-0.5
+        query_size = config.num_heads * config.head_dim
+        key_size = config.num_kv_heads * config.head_dim
+        self.qkv = Linear(
+            input_size or config.hidden_size,
+            (query_size, key_size, key_size),
+            config.qkv_bias,
+            device=device,
+            dtype=dtype,
+        )
+        self.out = Linear(
+            query_size, (config.hidden_size,), config.o_bias, device=device, dtype=dtype
+        )
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
+        if config.qk_norm:
+            size, eps = config.head_dim, config.rms_norm_eps
+            self.q_norm = RMSNorm(size, eps, kernels, device=device, dtype=dtype)
+            self.k_norm = RMSNorm(size, eps, kernels, device=device, dtype=dtype)
+        self._rotary = kernels.rotary
+        self._attention = kernels.attention
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        cos_sin: torch.Tensor,
+        metadata: AttentionMetadata,
+        kv_cache: KVCache,
+    ) -> torch.Tensor:
+        """Write the tokens' keys and values to the cache, then attend.
+
+        Args:
+            x: ``[T, input_size]``.
+            cos_sin: float32 ``[positions, head_dim]``, see :mod:`specgen.models.rotary`.
+            metadata: rows and positions of the pass.
+            kv_cache: this layer's cache, written in place.
+
+        Returns:
+            ``[T, hidden_size]``.
+        """
+        k_cache, v_cache = kv_cache
+        q = self._rotary.rotary_write_cache(
+            self._project(x),
+            metadata.positions,
+            cos_sin,
+            metadata.slot_mapping,
+            k_cache,
+            v_cache,
+            self.num_heads,
+            self.num_kv_heads,
+        )  # [T, Hq, D]
+        if metadata.query_len:
+            attended = self._attention.decode_attention(
+                q.view(-1, metadata.query_len, self.num_heads, self.head_dim),
+                k_cache,
+                v_cache,
+                metadata.block_tables,
+                metadata.slot_ids,
+                metadata.first_positions,
+                metadata.context_lens,
+                self.scale,
+                metadata.max_context_len,
+            )
+        else:
+            attended = self._attention.prefill_attention(
+                q,
+                k_cache,
+                v_cache,
+                metadata.block_tables,
+                metadata.slot_ids,
+                metadata.query_start_loc,
+                metadata.first_positions,
+                metadata.context_lens,
+                self.scale,
+                metadata.max_query_len,
+                metadata.max_context_len,
+            )
+        out: torch.Tensor = self.out(attended.reshape(x.shape[0], -1))
+        return out
+
+    def _project(self, x: torch.Tensor) -> torch.Tensor:
+        qkv: torch.Tensor = self.qkv(x)
+        if self.q_norm is None or self.k_norm is None:
+            return qkv
+        q, k, v = qkv.split(self.qkv.out_features, dim=-1)
+        q_normed = self.q_norm(q.reshape(-1, self.head_dim)).view(q.shape)
+        k_normed = self.k_norm(k.reshape(-1, self.head_dim)).view(k.shape)
+        return torch.cat((q_normed, k_normed, v), dim=-1)
+
+    def slots(self, prefix: str) -> dict[str, torch.Tensor]:
+        """Destinations of ``{prefix}.{q,k,v,o}_proj`` and, where they exist, the head norms."""
+        slots = self.qkv.slots(*(f"{prefix}.{name}_proj" for name in "qkv"))
+        slots |= self.out.slots(f"{prefix}.o_proj")
+        for name, norm in (("q_norm", self.q_norm), ("k_norm", self.k_norm)):
+            if norm is not None:
+                slots |= norm.slots(f"{prefix}.{name}")
+        return slots

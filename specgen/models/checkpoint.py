@@ -1,0 +1,197 @@
+"""Reading the tensor files of a checkpoint directory, one tensor at a time.
+
+Known files: ``model.safetensors``, sharded with ``model.safetensors.index.json`` or single, else
+``pytorch_model.bin``, likewise. Pickles are read with ``weights_only=True``: a file that wants to
+run code is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from specgen.errors import ModelError
+
+__all__ = ["Checkpoint", "TensorInfo"]
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What a file says of one tensor, without its values."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: torch.dtype | str
+    """A name where torch has no such dtype, or the safetensors file uses one unknown here."""
+
+
+class Checkpoint:
+    """The tensors of one directory: their headers at once, their values on demand."""
+
+    def __init__(self, path: Path, tensors: dict[str, TensorInfo]) -> None:
+        self.path = path
+        self.tensors = tensors
+
+    @classmethod
+    def open(cls, path: str | Path) -> Checkpoint:
+        """Read the headers of every file.
+
+        Raises:
+            ModelError: no weight file, a missing shard, a damaged file, an index that disagrees
+                with its shards, or a pickle that holds more than tensors.
+        """
+        directory = Path(path)
+        tensors: dict[str, TensorInfo] = {}
+        for file in _find_files(directory):
+            for name, info in _read_headers(file).items():
+                if name in tensors:
+                    raise ModelError(
+                        f'{file}: tensor "{name}" is also in {tensors[name].file.name}',
+                        hint="remove the shard that is left over from another download",
+                    )
+                tensors[name] = info
+        _check_index(directory, tensors)
+        return cls(directory, tensors)
+
+    def load(self, name: str) -> torch.Tensor:
+        """One tensor on the CPU."""
+        ((_, tensor),) = self.stream({name})
+        return tensor
+
+    def stream(self, names: set[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Tensors file by file; safetensors are mapped, never held as a second whole copy."""
+        wanted = set(self.tensors) if names is None else names
+        files = dict.fromkeys(info.file for name, info in self.tensors.items() if name in wanted)
+        for file in files:
+            mine = [n for n, info in self.tensors.items() if info.file == file and n in wanted]
+            if file.suffix == ".safetensors":
+                with safe_open(file, framework="pt", device="cpu") as opened:
+                    for name in mine:
+                        yield name, opened.get_tensor(name)
+            else:
+                state = _load_pickle(file)
+                for name in mine:
+                    yield name, state[name]
+
+
+def _find_files(directory: Path) -> list[Path]:
+    for stem, index in (
+        ("model.safetensors", "model.safetensors.index.json"),
+        ("pytorch_model.bin", "pytorch_model.bin.index.json"),
+    ):
+        if (directory / index).is_file():
+            shards = sorted(set(_read_weight_map(directory / index).values()))
+            for shard in shards:
+                if Path(shard).name != shard:
+                    raise ModelError(
+                        f'{directory / index}: shard name "{shard}" is not a plain name'
+                    )
+                if not (directory / shard).is_file():
+                    raise ModelError(
+                        f"{directory / shard}: missing, but {index} lists it",
+                        hint="the download is incomplete: fetch the missing shard",
+                    )
+            return [directory / shard for shard in shards]
+        if (directory / stem).is_file():
+            return [directory / stem]
+    raise ModelError(
+        f"{directory}: no weight file",
+        hint="looked for model.safetensors and pytorch_model.bin, single and sharded",
+    )
+
+
+def _read_weight_map(index: Path) -> dict[str, str]:
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        good = all(isinstance(name, str) for name in weight_map.values()) and len(weight_map) > 0
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f'{index}: no usable "weight_map": {error!r}') from error
+    if not good:
+        raise ModelError(f'{index}: "weight_map" must map tensor names to file names')
+    return dict(weight_map)
+
+
+def _check_index(directory: Path, tensors: dict[str, TensorInfo]) -> None:
+    """Every tensor of the index in use stands in the shard that the index names."""
+    files = {info.file.suffix for info in tensors.values()}
+    stem = "model.safetensors" if files == {".safetensors"} else "pytorch_model.bin"
+    index = directory / f"{stem}.index.json"
+    if not index.is_file():
+        return
+    for name, shard in _read_weight_map(index).items():
+        if name not in tensors or tensors[name].file.name != shard:
+            raise ModelError(
+                f'{directory / shard}: tensor "{name}" is missing, but {index.name} has it there',
+                hint="index and shards are of different downloads: fetch the checkpoint again",
+            )
+
+
+def _read_headers(file: Path) -> dict[str, TensorInfo]:
+    if file.suffix != ".safetensors":
+        return {
+            name: TensorInfo(file, tuple(tensor.shape), tensor.dtype)
+            for name, tensor in _load_pickle(file).items()
+        }
+    headers: dict[str, TensorInfo] = {}
+    try:
+        with safe_open(file, framework="pt", device="cpu") as opened:
+            for name in opened.keys():  # noqa: SIM118 - not a mapping
+                view = opened.get_slice(name)
+                dtype = view.get_dtype()
+                headers[name] = TensorInfo(
+                    file, tuple(view.get_shape()), _DTYPES.get(dtype, str(dtype))
+                )
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ModelError(
+            f"{file}: not a complete safetensors file: {error}",
+            hint="the download was cut short or the file is damaged: fetch it again",
+        ) from error
+    return headers
+
+
+def _load_pickle(file: Path) -> dict[str, torch.Tensor]:
+    try:
+        try:
+            state: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError as error:
+            if "mmap" not in str(error):
+                raise
+            # Files of torch before 1.6 cannot be mapped.
+            state = torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        first_line = str(error).strip().splitlines()[0] if str(error).strip() else "bad pickle"
+        raise ModelError(
+            f"{file}: refused or damaged, nothing but tensors is read from a pickle: {first_line}",
+            hint="fetch it again, or convert it to safetensors on a machine that trusts it",
+        ) from error
+    except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
+        raise ModelError(
+            f"{file}: not a complete PyTorch file: {error}",
+            hint="the download was cut short or the file is damaged: fetch it again",
+        ) from error
+    if not isinstance(state, dict):
+        raise ModelError(f"{file}: holds a {type(state).__name__}, not a dictionary of tensors")
+    for name, value in state.items():
+        if not isinstance(name, str) or not isinstance(value, torch.Tensor):
+            raise ModelError(f'{file}: entry "{name}" is a {type(value).__name__}, not a tensor')
+    return state

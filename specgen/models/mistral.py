@@ -1,0 +1,15 @@
+"""Mistral: Llama's blocks; the early ones limit attention to a window."""
+
+from __future__ import annotations
+
+from specgen.models.family import Family
+
+__all__ = ["MISTRAL"]
+
+MISTRAL = Family(
+    model_type="mistral",
+    architecture="MistralForCausalLM",
+    default_max_position_embeddings=4096 * 32,
+    has_sliding_window=True,
+    default_sliding_window=4096,
+)
