@@ -1,0 +1,348 @@
+"""Paged attention against dense attention in float64, for the Triton kernels and their twins."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from types import ModuleType
+
+import pytest
+import torch
+
+from specgen.kernels import attention as triton_attention
+from specgen.kernels.reference import attention as reference_attention
+
+MODULES = [
+    pytest.param(reference_attention, id="reference"),
+    pytest.param(triton_attention, id="triton"),
+]
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+
+@dataclass
+class Paged:
+    """Unpaged keys and values of some rows, and the same data in a paged cache full of NaN."""
+
+    keys: list[torch.Tensor]  # row: [context, Hkv, D]
+    values: list[torch.Tensor]
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    block_tables: torch.Tensor
+    slot_ids: torch.Tensor
+    context_lens: torch.Tensor
+
+
+def make_paged(
+    contexts: list[int],
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype = torch.float32,
+    block_size: int = 16,
+    inert: tuple[int, ...] = (),
+    seed: int = 0,
+) -> Paged:
+    """Rows in shuffled slots and blocks; every cache entry that belongs to no row is NaN."""
+    g = torch.Generator().manual_seed(seed)
+    rows, columns = len(contexts), max(1, -(-max(contexts, default=0) // block_size)) + 1
+    num_slots, num_blocks = rows + 2, rows * columns + 3
+    order = torch.randperm(num_blocks - 1, generator=g)
+    slots = torch.randperm(num_slots, generator=g)[:rows]
+    # Columns past a row's end hold an id outside the cache: reading it would fail or fault.
+    tables = torch.full((num_slots, columns), 2**30, dtype=torch.int32)
+    shape = (num_blocks, block_size, num_kv_heads, head_dim)
+    k_cache = torch.full(shape, float("nan"), dtype=dtype)
+    v_cache = torch.full(shape, float("nan"), dtype=dtype)
+    keys, values, used = [], [], 0
+    for row, context in enumerate(contexts):
+        key = torch.randn(context, num_kv_heads, head_dim, generator=g).to(dtype)
+        value = torch.randn(context, num_kv_heads, head_dim, generator=g).to(dtype)
+        for position in range(context):
+            column, offset = divmod(position, block_size)
+            if offset == 0:
+                tables[slots[row], column] = order[used]
+                used += 1
+            block = tables[slots[row], column]
+            k_cache[block, offset], v_cache[block, offset] = key[position], value[position]
+        keys.append(key)
+        values.append(value)
+    slot_ids = slots.int()
+    slot_ids[list(inert)] = -1
+    lens = torch.tensor(contexts, dtype=torch.int32)
+    return Paged(keys, values, k_cache, v_cache, tables, slot_ids, lens)
+
+
+def dense(
+    q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, position: int, scale: float
+) -> torch.Tensor:
+    """One query [Hq, D] at a position over keys and values [context, Hkv, D], in float64."""
+    visible = min(position + 1, key.shape[0])
+    if visible <= 0:
+        return torch.zeros(q.shape, dtype=torch.float64)
+    group = q.shape[0] // key.shape[1]
+    k = key[:visible].double().repeat_interleave(group, dim=1)
+    v = value[:visible].double().repeat_interleave(group, dim=1)
+    weights = (torch.einsum("hd,chd->hc", q.double(), k) * scale).softmax(-1)
+    return torch.einsum("hc,chd->hd", weights, v)
+
+
+def check_decode(
+    module: ModuleType,
+    device: str,
+    paged: Paged,
+    q: torch.Tensor,
+    first_positions: list[int],
+    max_context_len: int,
+) -> None:
+    scale = q.shape[-1] ** -0.5
+    before = paged.k_cache.clone(), paged.v_cache.clone()
+    out = module.decode_attention(
+        q.to(device),
+        paged.k_cache.to(device),
+        paged.v_cache.to(device),
+        paged.block_tables.to(device),
+        paged.slot_ids.to(device),
+        torch.tensor(first_positions, dtype=torch.int32, device=device),
+        paged.context_lens.to(device),
+        scale,
+        max_context_len,
+    ).cpu()
+    assert out.shape == q.shape
+    assert out.dtype == q.dtype
+    for row, first in enumerate(first_positions):
+        for i in range(q.shape[1]):
+            expected = dense(q[row, i], paged.keys[row], paged.values[row], first + i, scale)
+            if paged.slot_ids[row] < 0:
+                expected = torch.zeros_like(expected)
+            torch.testing.assert_close(
+                out[row, i].double(), expected, rtol=0, atol=TOLERANCE[q.dtype]
+            )
+    torch.testing.assert_close(paged.k_cache, before[0], rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(paged.v_cache, before[1], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize(
+    ("head_dim", "num_kv_heads", "group", "num_queries", "dtype"),
+    [
+        (32, 2, 2, 4, torch.float32),
+        (32, 5, 2, 4, torch.float32),
+        (64, 1, 5, 3, torch.float32),
+        (80, 2, 1, 1, torch.float32),
+        (96, 1, 4, 2, torch.float32),
+        (128, 1, 4, 5, torch.float32),
+        (16, 1, 1, 1, torch.float32),
+        (256, 1, 2, 2, torch.float32),
+        (64, 2, 4, 4, torch.bfloat16),
+        (80, 1, 5, 2, torch.bfloat16),
+        (32, 1, 2, 3, torch.float16),
+    ],
+)
+@pytest.mark.usefixtures("poison")
+def test_decode_equals_dense_attention(
+    module: ModuleType,
+    device: str,
+    head_dim: int,
+    num_kv_heads: int,
+    group: int,
+    num_queries: int,
+    dtype: torch.dtype,
+) -> None:
+    # On, before and behind the edges of blocks and of key tiles; a row that is all its own queries.
+    contexts = [max(16, num_queries), 17, 70, num_queries]
+    paged = make_paged(contexts, num_kv_heads, head_dim, dtype)
+    q = torch.randn(len(contexts), num_queries, num_kv_heads * group, head_dim).to(dtype)
+    firsts = [context - num_queries for context in contexts]
+    check_decode(module, device, paged, q, firsts, max_context_len=128)
+
+
+@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.usefixtures("poison")
+def test_decode_with_inert_rows_empty_rows_and_fewer_drafts_than_queries(
+    module: ModuleType, device: str
+) -> None:
+    contexts = [5, 0, 40, 33, 1]
+    paged = make_paged(contexts, 2, 32, inert=(2,))
+    q = torch.randn(len(contexts), 4, 4, 32)
+    # Row 3 has one draft only: its queries 2 and 3 stand past its context and see all of it.
+    # Row 4 begins before position 0: nothing to see for its first query.
+    check_decode(module, device, paged, q, [2, 0, 36, 31, -1], max_context_len=48)
+
+
+@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("bound", [300, 1024, 2048])
+@pytest.mark.usefixtures("poison")
+def test_decode_does_not_depend_on_the_split_of_the_context(
+    module: ModuleType, device: str, bound: int
+) -> None:
+    """The bound sets the number of splits: 1, 4 and 8; short rows leave some of them empty."""
+    contexts = [290, 3, 64, 65, 0]
+    paged = make_paged(contexts, 1, 32)
+    q = torch.randn(len(contexts), 2, 2, 32)
+    firsts = [max(context - 2, 0) for context in contexts]
+    check_decode(module, device, paged, q, firsts, max_context_len=bound)
+
+
+@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.usefixtures("poison")
+def test_decode_with_large_scores_stays_finite(module: ModuleType, device: str) -> None:
+    paged = make_paged([40, 20], 1, 32)
+    q = torch.randn(2, 2, 2, 32) * 300
+    out = module.decode_attention(
+        q.to(device),
+        paged.k_cache.to(device),
+        paged.v_cache.to(device),
+        paged.block_tables.to(device),
+        paged.slot_ids.to(device),
+        torch.tensor([38, 18], dtype=torch.int32, device=device),
+        paged.context_lens.to(device),
+        1.0,
+        512,
+    )
+    assert torch.isfinite(out).all()
+    expected = dense(q[0, 1], paged.keys[0], paged.values[0], 39, 1.0)
+    torch.testing.assert_close(out[0, 1].cpu().double(), expected, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("bound", [64, 1024])
+def test_a_broken_row_shows_and_stays_alone(module: ModuleType, device: str, bound: int) -> None:
+    """NaN keys of one row must reach that row's output, so that it ends, and no other's."""
+    paged = make_paged([40, 20], 1, 32)
+    paged.k_cache[paged.block_tables[paged.slot_ids[0].long(), 1]] = float("nan")
+    q = torch.randn(2, 2, 2, 32)
+    out = module.decode_attention(
+        q.to(device),
+        paged.k_cache.to(device),
+        paged.v_cache.to(device),
+        paged.block_tables.to(device),
+        paged.slot_ids.to(device),
+        torch.tensor([38, 18], dtype=torch.int32, device=device),
+        paged.context_lens.to(device),
+        0.2,
+        bound,
+    ).cpu()
+    assert not torch.isfinite(out[0]).any()
+    assert torch.isfinite(out[1]).all()
+
+
+def check_prefill(
+    module: ModuleType,
+    device: str,
+    paged: Paged,
+    query_lens: list[int],
+    firsts: list[int],
+    num_heads: int,
+    padding: int = 0,
+    bound: int | None = None,
+) -> None:
+    head_dim, dtype = paged.k_cache.shape[-1], paged.k_cache.dtype
+    starts = [0]
+    for length in query_lens:
+        starts.append(starts[-1] + length)
+    q = torch.randn(starts[-1] + padding, num_heads, head_dim).to(dtype)
+    scale = head_dim**-0.5
+    out = module.prefill_attention(
+        q.to(device),
+        paged.k_cache.to(device),
+        paged.v_cache.to(device),
+        paged.block_tables.to(device),
+        paged.slot_ids.to(device),
+        torch.tensor(starts, dtype=torch.int32, device=device),
+        torch.tensor(firsts, dtype=torch.int32, device=device),
+        paged.context_lens.to(device),
+        scale,
+        max(query_lens) if bound is None else bound,
+        int(paged.context_lens.max()),
+    ).cpu()
+    assert out.shape == q.shape
+    assert out.dtype == q.dtype
+    expected = torch.zeros(q.shape, dtype=torch.float64)
+    for row, length in enumerate(query_lens):
+        if paged.slot_ids[row] < 0:
+            continue
+        for i in range(length):
+            token = starts[row] + i
+            expected[token] = dense(
+                q[token], paged.keys[row], paged.values[row], firsts[row] + i, scale
+            )
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize(
+    ("head_dim", "num_kv_heads", "group", "dtype"),
+    [
+        (32, 2, 2, torch.float32),
+        (64, 1, 5, torch.float32),
+        (80, 1, 1, torch.float32),
+        (96, 1, 2, torch.float32),
+        (128, 1, 4, torch.float32),
+        (256, 1, 1, torch.float32),
+        (64, 1, 4, torch.bfloat16),
+        (80, 2, 1, torch.bfloat16),
+    ],
+)
+@pytest.mark.usefixtures("poison")
+def test_prefill_equals_dense_attention(
+    module: ModuleType,
+    device: str,
+    head_dim: int,
+    num_kv_heads: int,
+    group: int,
+    dtype: torch.dtype,
+) -> None:
+    # Whole prompts, later chunks of prompts, and a single token at the end of a context.
+    query_lens = [37, 16, 1, 5]
+    firsts = [0, 30, 64, 0]
+    contexts = [first + length for first, length in zip(firsts, query_lens, strict=True)]
+    paged = make_paged(contexts, num_kv_heads, head_dim, dtype)
+    check_prefill(module, device, paged, query_lens, firsts, num_kv_heads * group, padding=3)
+
+
+@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.usefixtures("poison")
+def test_prefill_with_empty_and_inert_rows_and_much_padding(
+    module: ModuleType, device: str
+) -> None:
+    query_lens = [0, 6, 0, 9, 4, 0]
+    firsts = [0, 0, 3, 2, 0, 0]
+    paged = make_paged([0, 6, 3, 11, 4, 0], 1, 32, inert=(4,))
+    # More padding tokens than one row may have queries.
+    check_prefill(module, device, paged, query_lens, firsts, 2, padding=75, bound=9)
+
+
+@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.usefixtures("poison")
+def test_prefill_context_may_end_before_the_queries(module: ModuleType, device: str) -> None:
+    paged = make_paged([7, 0], 1, 32)
+    check_prefill(module, device, paged, [10, 5], [0, 0], 2)
+
+
+@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.usefixtures("poison")
+def test_prefill_longer_than_every_tile(module: ModuleType, device: str) -> None:
+    paged = make_paged([300, 140], 1, 16)
+    check_prefill(module, device, paged, [290, 139], [10, 1], 1)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_prefill_of_one_step_equals_decode(module: ModuleType, device: str) -> None:
+    paged = make_paged([20, 33], 2, 32)
+    q = torch.randn(2, 3, 4, 32, device=device)
+    caches = paged.k_cache.to(device), paged.v_cache.to(device)
+    tables, slots = paged.block_tables.to(device), paged.slot_ids.to(device)
+    firsts = torch.tensor([17, 30], dtype=torch.int32, device=device)
+    lens = paged.context_lens.to(device)
+    starts = torch.tensor([0, 3, 6], dtype=torch.int32, device=device)
+    decode = module.decode_attention(q, *caches, tables, slots, firsts, lens, 0.2, 64)
+    prefill = module.prefill_attention(
+        q.view(6, 4, 32), *caches, tables, slots, starts, firsts, lens, 0.2, 3, 64
+    )
+    torch.testing.assert_close(decode.view(6, 4, 32), prefill, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["decode_attention", "prefill_attention"])
+def test_signatures_match(name: str) -> None:
+    assert inspect.signature(getattr(triton_attention, name)) == inspect.signature(
+        getattr(reference_attention, name)
+    )
