@@ -41,7 +41,7 @@ class Display(Protocol):
     def note(self, message: str) -> None:
         """Say something the user may want to know."""
 
-    def warn(self, message: str) -> None:
+    def warn(self, message: str, hint: str | None = None) -> None:
         """Say something the user should look at, such as a bad row."""
 
     def close(self) -> None:
@@ -140,7 +140,7 @@ class QuietDisplay:
     def note(self, message: str) -> None:
         """Nothing."""
 
-    def warn(self, message: str) -> None:
+    def warn(self, message: str, hint: str | None = None) -> None:
         """Nothing."""
 
     def close(self) -> None:
@@ -177,11 +177,13 @@ class TextDisplay:
         """Print it."""
         self._say(message)
 
-    def warn(self, message: str) -> None:
+    def warn(self, message: str, hint: str | None = None) -> None:
         """Print it, unless there were many already: all bad rows are in the output."""
         self._num_warnings += 1
         if self._num_warnings <= _MAX_WARNINGS:
             self._say(f"warning: {message}")
+            if hint is not None:
+                self._say(f"hint: {hint}")
         if self._num_warnings == _MAX_WARNINGS:
             self._say("warning: further failed rows are shown in the output only")
 
@@ -260,9 +262,9 @@ class JsonDisplay(PlainDisplay):
         """Report it."""
         self._event("note", message=message)
 
-    def warn(self, message: str) -> None:
+    def warn(self, message: str, hint: str | None = None) -> None:
         """Report it; programs can take them all."""
-        self._event("warning", message=message)
+        self._event("warning", message=message, hint=hint)
 
     def _progress(self, stats: RunStats) -> None:
         seconds = stats.elapsed()

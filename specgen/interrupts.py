@@ -19,7 +19,7 @@ __all__ = ["Interrupts", "StopRun"]
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-class StopRun(BaseException):  # noqa: N818 - no error: like KeyboardInterrupt, nothing may catch it
+class StopRun(BaseException):
     """The user, or the system, asked the process to stop."""
 
     def __init__(self, signum: int) -> None:

@@ -13,12 +13,23 @@ from typing import Any
 from specgen.pipeline.request import ChoiceOutput, PromptRow, RequestOutput
 from specgen.stats import SpeculationStats
 
-__all__ = ["RESERVED_KEYS", "encode", "error_message", "to_record"]
+__all__ = ["RESERVED_KEYS", "encode", "error_message", "hint_for", "to_record"]
 
 #: Keys the output owns; data keys of these names go under "input".
 RESERVED_KEYS = frozenset(
     {"index", "input_hash", "input", "status", "choices", "usage", "seed", "metrics", "error"}
 )
+
+_HINTS = {
+    "chat_template_error": "check roles and their order against the model's template",
+    "duplicate_key": "give each key once",
+    "empty_prompt": "give at least one character or token",
+    "invalid_json": "each line must be one JSON object; a program such as jq -c writes them so",
+    "missing_prompt": 'give "prompt" or "messages", or name the key with --prompt-field',
+    "no_chat_template": 'give --chat-template, or "prompt" instead of "messages"',
+    "not_an_object": 'each line must be an object such as {"prompt": "..."}',
+    "prompt_too_long": "shorten it, or give --overlong truncate-left or a larger --max-model-len",
+}
 
 
 def to_record(output: RequestOutput, *, return_token_ids: bool = False) -> dict[str, Any]:
@@ -82,6 +93,11 @@ def error_message(output: RequestOutput) -> str:
     """What is wrong with a failed row, with file and line in front."""
     assert output.error is not None
     return f"{location(output.row)}: {output.error.message}"
+
+
+def hint_for(code: str) -> str | None:
+    """What to do about a failed row, where that can be said of all with this code."""
+    return _HINTS.get(code)
 
 
 def location(row: PromptRow) -> str:

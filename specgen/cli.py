@@ -1,0 +1,128 @@
+"""The command line: parse, call, and turn every problem into a message and an exit code.
+
+Nothing here, nor in the modules of `specgen.commands` at import time, imports torch: `--help` and
+usage errors answer at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import click
+
+from specgen import __version__
+from specgen.commands.doctor import doctor
+from specgen.commands.run import run
+from specgen.errors import ExitCode, OutputError, SpecgenError
+from specgen.interrupts import StopRun
+
+__all__ = ["cli", "main"]
+
+
+class _Cli(click.Group):
+    """A group that maps every way to fail to the exit codes of `specgen.errors`."""
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        **extra: Any,
+    ) -> Any:
+        """Run a command and exit."""
+        if not standalone_mode:
+            return super().main(args, prog_name, complete_var, standalone_mode=False, **extra)
+        try:
+            result = super().main(args, prog_name, complete_var, standalone_mode=False, **extra)
+            _flush_stdout()
+            code = result if isinstance(result, int) else ExitCode.OK
+        except click.ClickException as error:
+            error.show()
+            code = error.exit_code
+        except click.Abort:
+            code = ExitCode.INTERRUPTED
+        except StopRun as stop:
+            code = stop.exit_code
+        except SpecgenError as error:
+            _print_error(error.message, error.hint)
+            code = error.exit_code
+        except BrokenPipeError:
+            _discard_streams()
+            code = ExitCode.CLOSED_PIPE
+        except MemoryError:
+            _print_error("out of memory", "give a smaller --max-num-seqs or --max-model-len")
+            code = ExitCode.ENVIRONMENT
+        except Exception as error:
+            code = _unexpected(error)
+        sys.exit(int(code))
+
+
+def _unexpected(error: Exception) -> int:
+    # torch is not imported here; its out-of-memory error is known by name.
+    if type(error).__name__ == "OutOfMemoryError":
+        _print_error(
+            f"out of GPU memory: {str(error).strip().splitlines()[0]}",
+            "give a smaller --max-num-seqs, --max-model-len or --gpu-memory-utilization",
+        )
+        return ExitCode.ENVIRONMENT
+    traceback.print_exc()
+    _print_error(f"internal error: {type(error).__name__}: {error}", "please report it")
+    return ExitCode.INTERNAL
+
+
+def _print_error(message: str, hint: str | None) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        click.echo(f"error: {message}", err=True)
+        if hint is not None:
+            click.echo(f"hint: {hint}", err=True)
+
+
+def _flush_stdout() -> None:
+    """Write out what a command printed, while a failure can still be reported."""
+    if sys.stdout is None:
+        return
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        _discard_streams()
+        raise OutputError(f"<stdout>: cannot be written: {error.strerror}") from error
+
+
+def _discard_streams() -> None:
+    """Point the streams at nothing, so that Python's flush at exit finds no closed pipe."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                stream.flush()
+                continue
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                os.dup2(nowhere, stream.fileno())
+
+
+@click.group(cls=_Cli, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="specgen")
+def cli() -> None:
+    """Generate completions for files of prompts, with speculative decoding and its statistics."""
+
+
+cli.add_command(run)
+cli.add_command(doctor)
+
+
+def main() -> NoReturn:
+    """Entry point of the `specgen` script."""
+    cli()
+    raise AssertionError("cli() exits")
+
+
+if __name__ == "__main__":
+    main()
