@@ -1,0 +1,1 @@
+"""Measurements of specgen; their records stand in ``results/``."""
