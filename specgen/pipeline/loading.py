@@ -95,7 +95,11 @@ def build_pipeline(config: ResolvedConfig) -> Pipeline:
         )
     draft_config = None
     if config.draft_dir is not None:
-        draft_config = inspect_draft(config.draft_dir, read_model_config(config.model_dir))
+        draft_config = inspect_draft(
+            config.draft_dir,
+            read_model_config(config.model_dir),
+            load_format=config.load_format,
+        )
     target = load_target(
         config.model_dir,
         device=device,

@@ -13,12 +13,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     applied, in the order in which Llama checkpoints were trained.
 
     Args:
-        x: `[T, H]`.
+        x: `[..., H]`.
         weight: `[H]`.
         eps: added to the mean square.
 
     Returns:
-        `[T, H]` in the dtype of x.
+        `[..., H]` in the dtype of x.
     """
     x32 = x.float()
     scale = torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
@@ -31,13 +31,13 @@ def rms_norm_residual(
     """Add the residual stream, then normalise the sum.
 
     Args:
-        x: `[T, H]`, what the last sub-layer put out.
-        residual: `[T, H]`, the stream before it.
+        x: `[..., H]`, what the last sub-layer put out.
+        residual: `[..., H]`, the stream before it.
         weight: `[H]`.
         eps: added to the mean square.
 
     Returns:
-        The normalised sum and the sum itself, both `[T, H]` in the dtype of x. The sum is rounded
+        The normalised sum and the sum itself, both `[..., H]` in the dtype of x. The sum is rounded
         to that dtype first.
     """
     total = x + residual
