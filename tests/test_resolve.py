@@ -1,0 +1,122 @@
+"""Flags, checkpoint facts and hardware become one config; contradictions are named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specgen.config import EngineConfig
+from specgen.errors import EnvironmentProblem, ModelError, UsageError
+from specgen.resolve import generation_defaults, resolve
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "eos_token_id": 7,
+    "torch_dtype": "bfloat16",
+}
+
+
+def write_model(path: Path, generation: dict[str, Any] | None = None, **changes: Any) -> str:
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(CONFIG | changes))
+    if generation is not None:
+        (path / "generation_config.json").write_text(json.dumps(generation))
+    return str(path)
+
+
+def test_defaults_follow_the_checkpoint(tmp_path: Path) -> None:
+    config = resolve(EngineConfig(model=write_model(tmp_path), device="cpu"))
+    assert config.max_model_len == 128
+    assert config.dtype == "float32"
+    assert config.eos_token_ids == (7,)
+    assert config.draft_dir is None
+    assert config.num_speculative_tokens == 0
+    assert not config.cuda_graphs
+
+
+def test_every_eos_id_of_the_generation_config_counts(tmp_path: Path) -> None:
+    model = write_model(tmp_path, {"eos_token_id": [9, 5]})
+    assert resolve(EngineConfig(model=model, device="cpu")).eos_token_ids == (5, 9)
+
+
+def test_the_built_in_draft_stays_with_the_built_in_target(tmp_path: Path) -> None:
+    assert resolve(EngineConfig(model=write_model(tmp_path), device="cpu")).draft_dir is None
+
+
+def test_a_length_beyond_the_model_is_refused_with_the_limit(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--max-model-len 129 is beyond the model's 128"):
+        resolve(EngineConfig(model=write_model(tmp_path), device="cpu", max_model_len=129))
+
+
+@pytest.mark.parametrize("name", ["./nothing", "/no/such/dir", "nothing", "a/b/c"])
+def test_an_unknown_path_is_not_sent_to_the_hub(name: str) -> None:
+    with pytest.raises(ModelError, match="no such model directory"):
+        resolve(EngineConfig(model=name, device="cpu"))
+
+
+def test_no_draft_contradicts_a_draft(tmp_path: Path) -> None:
+    model = write_model(tmp_path)
+    with pytest.raises(UsageError, match="contradict"):
+        resolve(EngineConfig(model=model, draft_model=model, no_draft=True, device="cpu"))
+
+
+def test_cuda_without_a_gpu_is_an_environment_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(EnvironmentProblem, match="--device cuda"):
+        resolve(EngineConfig(model=write_model(tmp_path), device="cuda"))
+
+
+@pytest.mark.parametrize(
+    ("stored", "expected"),
+    [
+        ({"temperature": 0.6, "top_p": 0.9, "do_sample": True}, {"temperature": 0.6, "top_p": 0.9}),
+        ({"do_sample": False}, {"temperature": 0.0}),
+        ({"do_sample": False, "temperature": 0.6}, {"temperature": 0.0}),
+        ({"max_new_tokens": 50}, {"max_tokens": 50}),
+        ({"top_k": True}, {}),
+        ({}, {}),
+    ],
+)
+def test_generation_defaults(
+    tmp_path: Path, stored: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    assert generation_defaults(write_model(tmp_path, stored)) == expected
+
+
+def test_a_broken_generation_config_names_the_file(tmp_path: Path) -> None:
+    model = write_model(tmp_path)
+    (tmp_path / "generation_config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"generation_config\.json: cannot be read"):
+        generation_defaults(model)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("num_speculative_tokens", -1, "--num-speculative-tokens must be at least 0, got -1"),
+        ("num_speculative_tokens", 33, "--num-speculative-tokens must be at most 32, got 33"),
+        ("max_num_seqs", 0, "--max-num-seqs must be at least 1, got 0"),
+        ("gpu_memory_utilization", 1.5, "at most 1, got 1.5"),
+        ("draft_sample", "best", "--draft-sample must be one of greedy, gumbel, got 'best'"),
+        ("seed", 2**63, "--seed must fit in 64 bits"),
+        ("block_size", 12, "--block-size must be a power of two, got 12"),
+    ],
+)
+def test_flags_out_of_range_are_usage_errors(field: str, value: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        EngineConfig(**{field: value})
