@@ -67,7 +67,7 @@ class RequestOutput:
     error: RequestError | None = None
 
 
-@dataclass
+@dataclass(eq=False)  # a request is itself, not its values: the scheduler's lists search for it
 class Request:
     """One sample of a row on its way through the engine (host side; device state lives in rows).
 
