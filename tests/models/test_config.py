@@ -1,0 +1,218 @@
+"""Configurations of targets: what is read from them, and what is refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from specgen.errors import ModelError
+from specgen.models.config import ConfigReader, ModelConfig, RopeConfig, parse_model_config
+from specgen.models.registry import FAMILIES, find_family, read_model_config
+from specgen.models.rotary import build_cos_sin, inverse_frequencies
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"], "num_key_value_heads": 2}
+QWEN2 = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "num_key_value_heads": 2}
+QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "num_key_value_heads": 2}
+SCALED = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+def parse(data: dict[str, Any], **changes: Any) -> ModelConfig:
+    reader = ConfigReader(data | changes, "config.json")
+    return parse_model_config(reader, find_family(reader))
+
+
+def test_absent_keys_of_llama() -> None:
+    config = parse(LLAMA)
+    assert (config.num_kv_heads, config.head_dim, config.rms_norm_eps) == (4, 16, 1e-6)
+    assert config.max_position_embeddings == 2048
+    assert config.rope == RopeConfig(rope_type="default", theta=10000.0)
+    assert not config.tie_word_embeddings
+    assert not (config.qkv_bias or config.o_bias or config.mlp_bias or config.qk_norm)
+    assert config.dtype is None
+    assert (config.bos_token_id, config.eos_token_ids) == (None, ())
+
+
+def test_null_is_absent() -> None:
+    keys = ("num_key_value_heads", "head_dim", "rope_scaling", "rope_parameters", "eos_token_id")
+    assert parse(LLAMA, **dict.fromkeys(keys)) == parse(LLAMA)
+
+
+def test_model_type_stands_in_for_architectures() -> None:
+    data = {key: value for key, value in LLAMA.items() if key != "architectures"}
+    assert parse(data, model_type="qwen3", num_key_value_heads=2).qk_norm
+
+
+@pytest.mark.parametrize(
+    ("data", "biases", "head_dim"),
+    [
+        (LLAMA, (False, False, False), 16),
+        (LLAMA | {"attention_bias": True, "mlp_bias": True}, (True, True, True), 16),
+        (QWEN2, (True, False, False), 16),
+        (QWEN3, (False, False, False), 128),
+        (QWEN3 | {"attention_bias": True}, (True, True, False), 128),
+        (MISTRAL | {"sliding_window": None}, (False, False, False), 16),
+    ],
+)
+def test_families(data: dict[str, Any], biases: tuple[bool, ...], head_dim: int) -> None:
+    config = parse(data)
+    assert (config.qkv_bias, config.o_bias, config.mlp_bias) == biases
+    assert config.head_dim == head_dim
+    assert config.qk_norm == (data["architectures"] == ["Qwen3ForCausalLM"])
+
+
+def test_tokens_and_dtype() -> None:
+    config = parse(LLAMA, bos_token_id=1, eos_token_id=[2, 7], torch_dtype="float16")
+    assert (config.bos_token_id, config.eos_token_ids, config.dtype) == (1, (2, 7), "float16")
+    assert parse(LLAMA, eos_token_id=2, dtype="bfloat16").eos_token_ids == (2,)
+
+
+def test_rope_parameters_come_first() -> None:
+    new = {"rope_type": "default", "rope_theta": 7.0}
+    assert parse(LLAMA, rope_parameters=new, rope_theta=9.0).rope.theta == 7.0
+    assert parse(LLAMA, rope_parameters={"rope_type": "default"}, rope_theta=9.0).rope.theta == 9.0
+    assert parse(LLAMA, rope_theta=9.0).rope.theta == 9.0
+    old = {"type": "linear", "factor": 2.0}
+    assert parse(LLAMA, rope_scaling=old, rope_theta=9.0).rope == RopeConfig(
+        rope_type="linear", theta=9.0, factor=2.0
+    )
+    llama3 = parse(LLAMA, rope_scaling=SCALED | {"rope_type": "llama3"}).rope
+    assert llama3.original_max_position_embeddings == 2048
+    assert (llama3.factor, llama3.low_freq_factor, llama3.high_freq_factor) == (8.0, 1.0, 4.0)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "default", "rope_theta": 1e6},
+        {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0},
+        {"rope_type": "llama3", "rope_theta": 5e5, "original_max_position_embeddings": 8192}
+        | SCALED,
+        {"rope_type": "llama3", "rope_theta": 5e5, "original_max_position_embeddings": 64}
+        | SCALED
+        | {"factor": 32.0},
+    ],
+)
+def test_rope_tables_equal_transformers(rope: dict[str, Any]) -> None:
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    theirs = LlamaRotaryEmbedding(
+        LlamaConfig(hidden_size=512, num_attention_heads=4, rope_parameters=dict(rope))
+    )
+    mine = parse(LLAMA, head_dim=128, rope_parameters=rope).rope
+    torch.testing.assert_close(
+        inverse_frequencies(mine, 128), theirs.inv_freq, rtol=1e-6, atol=0.0
+    )
+    cos, sin = theirs(torch.zeros(1), torch.arange(3000)[None])
+    table = build_cos_sin(mine, 128, 3000, "cpu")
+    assert table.dtype == torch.float32
+    # Angles of some thousand radians carry a few units of the last place into cosine and sine.
+    torch.testing.assert_close(table[:, :64], cos[0, :, :64], rtol=0.0, atol=1e-3)
+    torch.testing.assert_close(table[:, 64:], sin[0, :, :64], rtol=0.0, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"architectures": ["MambaForCausalLM"]}, ["architectures", "MambaForCausalLM", "Llama"]),
+        ({"architectures": None, "model_type": "gpt2"}, ["model_type", "gpt2", "Qwen3"]),
+        ({"hidden_size": None}, ["hidden_size", "missing"]),
+        ({"hidden_size": "64"}, ["hidden_size", "'64'"]),
+        ({"hidden_size": True}, ["hidden_size", "True"]),
+        ({"hidden_size": 0}, ["hidden_size", "0"]),
+        ({"hidden_size": 66}, ["hidden_size", "66", "num_attention_heads"]),
+        ({"num_key_value_heads": 3}, ["num_key_value_heads", "3", "(4)"]),
+        ({"head_dim": 15}, ["head_dim", "even", "15"]),
+        ({"rms_norm_eps": float("nan")}, ["rms_norm_eps", "nan"]),
+        ({"hidden_act": "gelu"}, ["hidden_act", "gelu", "silu"]),
+        ({"tie_word_embeddings": 1}, ["tie_word_embeddings", "1"]),
+        ({"eos_token_id": "</s>"}, ["eos_token_id", "</s>"]),
+        ({"dtype": "float8"}, ["dtype", "float8", "bfloat16"]),
+        ({"quantization_config": {"quant_method": "gptq"}}, ["quantization_config", "gptq"]),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ["yarn", "supported"]),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, ["dynamic"]),
+        ({"rope_parameters": {"rope_type": "longrope"}}, ["rope_parameters", "longrope"]),
+        ({"rope_parameters": {"rope_type": "linear"}}, ["rope_parameters", "factor"]),
+        ({"rope_parameters": []}, ["rope_parameters", "object"]),
+        ({"rope_parameters": {"full_attention": {}}}, ["differ between layers"]),
+        ({"rope_parameters": {"rope_theta": -1}}, ["rope_theta", "-1"]),
+        ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5"]),
+        (
+            {"rope_scaling": SCALED | {"rope_type": "llama3", "high_freq_factor": 1.0}},
+            ["high_freq_factor", "1.0"],
+        ),
+    ],
+)
+def test_refused(changes: dict[str, Any], parts: list[str]) -> None:
+    with pytest.raises(ModelError) as caught:
+        parse(LLAMA, **changes)
+    for part in ("config.json", *parts):
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("data", "window"),
+    [
+        (MISTRAL | {"max_position_embeddings": 32768}, "4096"),
+        (MISTRAL | {"max_position_embeddings": 32768, "sliding_window": 1024}, "1024"),
+        (QWEN2 | {"use_sliding_window": True, "sliding_window": 512}, "512"),
+        (
+            QWEN3
+            | {
+                "use_sliding_window": True,
+                "sliding_window": 512,
+                "layer_types": ["full_attention", "sliding_attention"],
+            },
+            "512",
+        ),
+    ],
+)
+def test_sliding_windows_are_refused(data: dict[str, Any], window: str) -> None:
+    with pytest.raises(ModelError, match=f'"sliding_window" is {window}'):
+        parse(data)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        MISTRAL | {"sliding_window": None},
+        MISTRAL | {"sliding_window": 4096, "max_position_embeddings": 4096},
+        QWEN2 | {"use_sliding_window": False, "sliding_window": 512},
+        QWEN2 | {"sliding_window": 512},
+        QWEN3
+        | {
+            "use_sliding_window": True,
+            "sliding_window": 512,
+            "layer_types": ["full_attention", "full_attention"],
+        },
+        LLAMA | {"sliding_window": 512},
+    ],
+)
+def test_windows_without_effect_are_accepted(data: dict[str, Any]) -> None:
+    assert parse(data).num_layers == 2
+
+
+def test_key_value_heads_are_required_where_no_default_is_plain() -> None:
+    for family in FAMILIES:
+        data = LLAMA | {"architectures": [family.architecture], "sliding_window": None}
+        if family.default_num_kv_heads_is_heads:
+            assert parse(data).num_kv_heads == 4
+        else:
+            with pytest.raises(ModelError, match='"num_key_value_heads" is missing'):
+                parse(data)
+
+
+def test_reads_from_a_directory(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    with pytest.raises(ModelError, match=r'config\.json: "hidden_size" is missing'):
+        read_model_config(tmp_path)

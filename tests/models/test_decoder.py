@@ -1,0 +1,203 @@
+"""Targets against transformers: logits and features, prefill and decode, over paged caches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models.paged import Paged
+from models.tiny import make_target
+from specgen.kernels import select_kernels
+from specgen.models.decoder import Decoder
+from specgen.models.weights import load_target
+
+KERNELS = select_kernels("cpu")
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama2": ("llama", {"num_key_value_heads": 4, "head_dim": 8}),
+    "llama3": ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
+    "llama3.1": ("llama", {"rope_parameters": LLAMA3_ROPE}),
+    "tied": ("llama", {"tie_word_embeddings": True}),
+    "biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "linear_rope": (
+        "llama",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
+    ),
+    "one_kv_head": ("llama", {"num_key_value_heads": 1, "num_attention_heads": 2}),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+    "qwen3_bias": ("qwen3", {"attention_bias": True, "head_dim": 32}),
+    "mistral": ("mistral", {}),
+}
+LENGTHS = (41, 7, 26)
+
+
+def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    assert got.shape == want.shape
+    return float((got - want).abs().max() / want.abs().max())
+
+
+@pytest.fixture(scope="module", params=list(TARGETS))
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    family, overrides = TARGETS[request.param]
+    return make_target(tmp_path_factory.mktemp("target") / request.param, family, **overrides)
+
+
+@pytest.fixture(scope="module")
+def sequences() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(4, 96, (n,), generator=generator, dtype=torch.int32) for n in LENGTHS]
+
+
+@pytest.fixture(scope="module")
+def expected(
+    checkpoint: Path, sequences: list[torch.Tensor]
+) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
+    """Logits and hidden_states of each sequence by transformers."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation="eager").eval()
+    results = []
+    with torch.inference_mode():
+        for tokens in sequences:
+            out = model(tokens[None].long(), output_hidden_states=True)
+            results.append((out.logits[0], [h[0] for h in out.hidden_states]))
+    return results
+
+
+@pytest.fixture(scope="module")
+def decoder(checkpoint: Path) -> Decoder:
+    return load_target(checkpoint, device="cpu", kernels=KERNELS, aux_layers=tuple(range(8)))
+
+
+def run_all(
+    decoder: Decoder, sequences: list[torch.Tensor]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Hidden and aux of every position: prefill in uneven chunks, then decode with rejections."""
+    paged = Paged(decoder, len(sequences), max(LENGTHS))
+    size = decoder.config.hidden_size
+    hidden = [torch.full((n, size), torch.nan) for n in LENGTHS]
+    aux = [torch.full((n, 8 * size), torch.nan) for n in LENGTHS]
+
+    def keep(slot: int, first: int, h: torch.Tensor, a: torch.Tensor) -> None:
+        hidden[slot][first : first + len(h)] = h
+        aux[slot][first : first + len(a)] = a
+
+    def prefill(chunks: list[tuple[int, int, int]], padding: int = 0) -> None:
+        ids = torch.cat([sequences[s][f : f + n] for s, f, n in chunks])
+        ids = torch.cat((ids, torch.zeros(padding, dtype=torch.int32)))
+        h, a = decoder.forward(ids, paged.prefill(chunks, padding), paged.caches)
+        assert a is not None
+        start = 0
+        for slot, first, n in chunks:
+            keep(slot, first, h[start : start + n], a[start : start + n])
+            start += n
+
+    def decode(rows: list[tuple[int, int, int]], query_len: int, wrong_from: int) -> None:
+        """Tokens from index ``wrong_from`` on are drafts that will be rejected."""
+        ids = torch.zeros(len(rows), query_len, dtype=torch.int32)
+        for i, (slot, first, n) in enumerate(rows):
+            ids[i, :n] = sequences[slot][first : first + n]
+            ids[i, wrong_from:] = 5
+        metadata = paged.decode(rows, query_len)
+        h, a = decoder.forward(ids.flatten(), metadata, paged.caches)
+        assert a is not None
+        for i, (slot, first, n) in enumerate(rows):
+            right = slice(i * query_len, i * query_len + min(n, wrong_from))
+            keep(slot, first, h[right], a[right])
+
+    with torch.inference_mode():
+        prefill([(1, 0, 3), (0, 0, 11)], padding=3)
+        prefill([(2, 0, 20), (0, 11, 14)])
+        decode([(0, 25, 4), (1, 3, 2), (2, 20, 4)], query_len=4, wrong_from=2)
+        decode([(2, 22, 3), (0, 27, 3)], query_len=3, wrong_from=3)
+        prefill([(0, 30, 9)])
+        decode([(0, 39, 1), (2, 25, 1), (1, 5, 1)], query_len=1, wrong_from=1)
+        decode([(0, 40, 1), (1, 6, 1)], query_len=3, wrong_from=3)
+    return list(zip(hidden, aux, strict=True))
+
+
+def test_logits_and_features_equal_transformers(
+    decoder: Decoder,
+    sequences: list[torch.Tensor],
+    expected: list[tuple[torch.Tensor, list[torch.Tensor]]],
+) -> None:
+    size, num_layers = decoder.config.hidden_size, decoder.num_layers
+    for (hidden, aux), (logits, states) in zip(
+        run_all(decoder, sequences), expected, strict=True
+    ):
+        assert relative_error(decoder.compute_logits(hidden), logits) < 1e-4
+        # The last state of transformers is behind the final norm; all others are the raw stream.
+        assert relative_error(hidden, states[num_layers]) < 1e-4
+        for boundary in range(num_layers):
+            got = aux[:, boundary * size : (boundary + 1) * size]
+            assert relative_error(got, states[boundary]) < 1e-4
+        last = aux[:, num_layers * size :]
+        assert relative_error(decoder.norm(last.contiguous()), states[num_layers]) < 1e-4
+
+
+def test_greedy_outputs_vary(
+    expected: list[tuple[torch.Tensor, list[torch.Tensor]]],
+) -> None:
+    """The other tests show little on a model that says the same whatever it reads."""
+    choices = torch.cat([logits.argmax(-1) for logits, _ in expected])
+    assert choices.unique().numel() >= 10
+
+
+@pytest.mark.parametrize("aux_layers", [(2, 3, 4), (0, 7), (7,)])
+def test_aux_layers_are_concatenated_in_ascending_order(
+    tmp_path: Path, aux_layers: tuple[int, ...]
+) -> None:
+    path = make_target(tmp_path / "t")
+    every = load_target(path, device="cpu", kernels=KERNELS, aux_layers=tuple(range(8)))
+    some = load_target(path, device="cpu", kernels=KERNELS, aux_layers=aux_layers)
+    none = load_target(path, device="cpu", kernels=KERNELS)
+    ids = torch.arange(10, 19, dtype=torch.int32)
+    results = []
+    for model in (every, some, none):
+        paged = Paged(model, 1, 9)
+        results.append(model.forward(ids, paged.prefill([(0, 0, 9)]), paged.caches))
+    size = every.config.hidden_size
+    assert results[0][1] is not None
+    chunks = results[0][1].split(size, dim=-1)
+    assert results[1][1] is not None
+    assert torch.equal(results[1][1], torch.cat([chunks[b] for b in aux_layers], dim=-1))
+    assert results[2][1] is None
+    assert torch.equal(results[2][0], results[0][0])
+
+
+def test_every_parameter_has_exactly_one_source(checkpoint: Path) -> None:
+    decoder = load_target(checkpoint, device="cpu", kernels=KERNELS)
+    slots = decoder.slots()
+    elements = sum(slot.numel() for slot in slots.values())
+    assert elements == sum(parameter.numel() for parameter in decoder.parameters())
+    for slot in slots.values():
+        slot.data.fill_(7.0)
+    assert all((parameter == 7.0).all() for parameter in decoder.parameters())
+
+
+def test_forward_in_low_precision_follows_transformers(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    path = make_target(tmp_path / "t")
+    decoder = load_target(path, device="cpu", dtype="bfloat16", kernels=KERNELS, aux_layers=(2,))
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
+    ids = torch.arange(4, 40, dtype=torch.int32)
+    paged = Paged(decoder, 1, 36)
+    caches = [(k.bfloat16(), v.bfloat16()) for k, v in paged.caches]
+    with torch.inference_mode():
+        hidden, aux = decoder.forward(ids, paged.prefill([(0, 0, 36)]), caches)
+        logits = decoder.compute_logits(hidden)
+        want = model(ids[None].long()).logits[0]
+    assert aux is not None
+    assert {hidden.dtype, aux.dtype, logits.dtype} == {torch.bfloat16}
+    assert relative_error(logits.float(), want.float()) < 0.05
