@@ -7,6 +7,7 @@ usage errors answer at once.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import sys
 import traceback
@@ -52,14 +53,20 @@ class _Cli(click.Group):
         except SpecgenError as error:
             _print_error(error.message, error.hint)
             code = error.exit_code
+        except SystemExit as stop:
+            # Without standalone mode click exits by itself only for shell completion (0) and with
+            # a 1 of its own when standard output has been closed.
+            if stop.code != 1:
+                raise
+            code = ExitCode.CLOSED_PIPE
         except BrokenPipeError:
-            _discard_streams()
             code = ExitCode.CLOSED_PIPE
         except MemoryError:
             _print_error("out of memory", "give a smaller --max-num-seqs or --max-model-len")
             code = ExitCode.ENVIRONMENT
         except Exception as error:
             code = _unexpected(error)
+        _settle_streams()
         sys.exit(int(code))
 
 
@@ -71,6 +78,10 @@ def _unexpected(error: Exception) -> int:
             "give a smaller --max-num-seqs, --max-model-len or --gpu-memory-utilization",
         )
         return ExitCode.ENVIRONMENT
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        # Files of the run report by themselves; what is left is what a command prints.
+        _print_error(f"cannot write: {error.strerror}", "free some space")
+        return ExitCode.OUTPUT
     traceback.print_exc()
     _print_error(f"internal error: {type(error).__name__}: {error}", "please report it")
     return ExitCode.INTERNAL
@@ -92,20 +103,21 @@ def _flush_stdout() -> None:
     except BrokenPipeError:
         raise
     except OSError as error:
-        _discard_streams()
         raise OutputError(f"<stdout>: cannot be written: {error.strerror}") from error
 
 
-def _discard_streams() -> None:
-    """Point the streams at nothing, so that Python's flush at exit finds no closed pipe."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError, AttributeError):
-                stream.flush()
-                continue
-            with contextlib.suppress(OSError, ValueError, AttributeError):
+def _settle_streams() -> None:
+    """Let go of streams that cannot be written, or Python's own flush at exit changes the code."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is None:
+            continue
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            with contextlib.suppress(OSError, ValueError):
+                nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, stream.fileno())
+                os.close(nowhere)
 
 
 @click.group(cls=_Cli, context_settings={"help_option_names": ["-h", "--help"]})

@@ -6,12 +6,13 @@ logs), `json` (one object a line, for programs), `none` (settings and summary on
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 import threading
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TextIO, cast
 
 from specgen.stats import RunStats
 
@@ -61,9 +62,9 @@ def create_display(
         quiet: show nothing at all; errors that end the run are not shown by displays.
         data_on_terminal: rows are printed to the same terminal, which a live display would garble.
     """
-    stream = sys.stderr
-    if quiet:
+    if quiet or sys.stderr is None:
         return QuietDisplay()
+    stream = cast(TextIO, _Tolerant(sys.stderr))
     if kind == "auto":
         live = stream.isatty() and not data_on_terminal and os.environ.get("TERM") != "dumb"
         kind = "rich" if live else "plain"
@@ -74,6 +75,25 @@ def create_display(
     if kind == "json":
         return JsonDisplay(stream)
     return TextDisplay(stream)
+
+
+class _Tolerant:
+    """Standard error that may go away: a log that cannot be written must not end the job."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.flush()
 
 
 def format_value(value: object) -> str:
@@ -223,10 +243,7 @@ class PlainDisplay(TextDisplay):
             stats = self._stats
             if stats is not None and stats.rows_done != shown:
                 shown = stats.rows_done
-                try:
-                    self._progress(stats)
-                except (OSError, ValueError):
-                    return  # the log is gone; the run goes on
+                self._progress(stats)
 
     def _progress(self, stats: RunStats) -> None:
         self._say(progress_line(stats, self._total))
