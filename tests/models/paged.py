@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
+
 from specgen.models.attention import AttentionMetadata, KVCache
 
 BLOCK_SIZE = 8
@@ -22,8 +23,8 @@ class Cached(Protocol):
 class Paged:
     """Caches of one model for ``num_rows`` rows of at most ``max_len`` tokens.
 
-    Blocks are handed out in random order and hold large garbage, so that an entry read before it was
-    written shows.
+    Blocks are handed out in random order and hold large garbage, so that an entry read before it
+    was written shows.
     """
 
     def __init__(self, model: Cached, num_rows: int, max_len: int, seed: int = 0) -> None:
@@ -46,8 +47,10 @@ class Paged:
         table = self.block_tables[slot]
         return [int(table[p // BLOCK_SIZE]) * BLOCK_SIZE + p % BLOCK_SIZE for p in positions]
 
-    def prefill(self, chunks: Sequence[tuple[int, int, int]], padding: int = 0) -> AttentionMetadata:
-        """Metadata of packed chunks (slot, first position, number of tokens), then padding tokens."""
+    def prefill(
+        self, chunks: Sequence[tuple[int, int, int]], padding: int = 0
+    ) -> AttentionMetadata:
+        """Metadata of packed chunks (slot, first position, number of tokens), then padding."""
         positions: list[int] = []
         mapping: list[int] = []
         starts = [0]

@@ -79,9 +79,7 @@ class Eagle1:
         if "fc.bias" in s:
             x = x + s["fc.bias"]
         h = x + attention(x, s, "layers.0.self_attn", self.config, self.theta)
-        normed = rms(
-            h, s["layers.0.post_attention_layernorm.weight"], self.config["rms_norm_eps"]
-        )
+        normed = rms(h, s["layers.0.post_attention_layernorm.weight"], self.config["rms_norm_eps"])
         h = h + mlp(normed, s, "layers.0.mlp")
         return h @ self.head.T, h
 

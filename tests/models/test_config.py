@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from specgen.errors import ModelError
 from specgen.models.config import ConfigReader, ModelConfig, RopeConfig, parse_model_config
 from specgen.models.registry import FAMILIES, find_family, read_model_config
@@ -37,7 +38,7 @@ def test_absent_keys_of_llama() -> None:
     assert config.max_position_embeddings == 2048
     assert config.rope == RopeConfig(rope_type="default", theta=10000.0)
     assert not config.tie_word_embeddings
-    assert not (config.qkv_bias or config.o_bias or config.mlp_bias or config.qk_norm)
+    assert (config.qkv_bias, config.o_bias, config.mlp_bias, config.qk_norm) == (False,) * 4
     assert config.dtype is None
     assert (config.bos_token_id, config.eos_token_ids) == (None, ())
 
@@ -110,9 +111,7 @@ def test_rope_tables_equal_transformers(rope: dict[str, Any]) -> None:
         LlamaConfig(hidden_size=512, num_attention_heads=4, rope_parameters=dict(rope))
     )
     mine = parse(LLAMA, head_dim=128, rope_parameters=rope).rope
-    torch.testing.assert_close(
-        inverse_frequencies(mine, 128), theirs.inv_freq, rtol=1e-6, atol=0.0
-    )
+    torch.testing.assert_close(inverse_frequencies(mine, 128), theirs.inv_freq, rtol=1e-6, atol=0.0)
     cos, sin = theirs(torch.zeros(1), torch.arange(3000)[None])
     table = build_cos_sin(mine, 128, 3000, "cpu")
     assert table.dtype == torch.float32

@@ -9,6 +9,7 @@ import pytest
 import torch
 from models.paged import Paged
 from models.tiny import make_target
+
 from specgen.kernels import select_kernels
 from specgen.models.decoder import Decoder
 from specgen.models.weights import load_target
@@ -132,9 +133,7 @@ def test_logits_and_features_equal_transformers(
     expected: list[tuple[torch.Tensor, list[torch.Tensor]]],
 ) -> None:
     size, num_layers = decoder.config.hidden_size, decoder.num_layers
-    for (hidden, aux), (logits, states) in zip(
-        run_all(decoder, sequences), expected, strict=True
-    ):
+    for (hidden, aux), (logits, states) in zip(run_all(decoder, sequences), expected, strict=True):
         assert relative_error(decoder.compute_logits(hidden), logits) < 1e-4
         # The last state of transformers is behind the final norm; all others are the raw stream.
         assert relative_error(hidden, states[num_layers]) < 1e-4

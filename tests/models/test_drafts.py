@@ -13,6 +13,7 @@ import torch
 from models import straight_line
 from models.paged import Paged
 from models.tiny import load_state, make_eagle1, make_eagle3, make_target
+
 from specgen.kernels import select_kernels
 from specgen.models.decoder import Decoder
 from specgen.models.draft import DraftModel, DraftOverrides
@@ -57,13 +58,9 @@ CASES = {
     "eagle3_bin": Case(make_eagle3, {"as_bin": True}),
     "eagle3_without_t2d": Case(make_eagle3, {"store_t2d": False}),
     "eagle3_whole_vocabulary": Case(make_eagle3, {"draft_vocab_size": None}),
-    "eagle3_target_lm_head": Case(
-        make_eagle3, {"draft_vocab_size": None, "store_lm_head": False}
-    ),
+    "eagle3_target_lm_head": Case(make_eagle3, {"draft_vocab_size": None, "store_lm_head": False}),
     "eagle3_norm_before_residual": Case(make_eagle3, {"norm_before_residual": True}),
-    "eagle3_nested_outputs": Case(
-        make_eagle3, {"eagle_config": {EAGLE_IDS: [1, 3, 5]}}, (2, 4, 6)
-    ),
+    "eagle3_nested_outputs": Case(make_eagle3, {"eagle_config": {EAGLE_IDS: [1, 3, 5]}}, (2, 4, 6)),
     "eagle3_nested_boundaries": Case(
         make_eagle3, {"eagle_config": {EAGLE_IDS: [2, 4, 6]}}, (2, 4, 6)
     ),
@@ -178,7 +175,9 @@ class Drafting:
         return torch.stack(drafts, 1), torch.stack(logits_of, 1)
 
 
-def straight_head(case: Case, head: Path, target: Path) -> straight_line.Eagle1 | straight_line.Eagle3:
+def straight_head(
+    case: Case, head: Path, target: Path
+) -> straight_line.Eagle1 | straight_line.Eagle3:
     config = json.loads((head / "config.json").read_text())
     kind = straight_line.Eagle1 if case.make is make_eagle1 else straight_line.Eagle3
     return kind(load_state(head), config, load_state(target), case.theta)
@@ -198,9 +197,7 @@ def test_drafts_equal_the_straight_line(
     path = case.make(tmp_path / "head", target_path, **case.options)
     config = inspect_draft(path, read_model_config(target_path), overrides=case.overrides)
     assert config.aux_layers == (case.boundaries or ())
-    target = load_target(
-        target_path, device="cpu", kernels=KERNELS, aux_layers=config.aux_layers
-    )
+    target = load_target(target_path, device="cpu", kernels=KERNELS, aux_layers=config.aux_layers)
     draft = load_draft(path, target, device="cpu", kernels=KERNELS, overrides=case.overrides)
     states = true_states[case.target]
     features = (
@@ -246,9 +243,7 @@ def test_every_parameter_of_a_head_has_exactly_one_source(
     target_path = targets[case.target]
     path = case.make(tmp_path / "head", target_path, **case.options)
     config = inspect_draft(path, read_model_config(target_path), overrides=case.overrides)
-    target = load_target(
-        target_path, device="cpu", kernels=KERNELS, aux_layers=config.aux_layers
-    )
+    target = load_target(target_path, device="cpu", kernels=KERNELS, aux_layers=config.aux_layers)
     draft = load_draft(path, target, device="cpu", kernels=KERNELS, overrides=case.overrides)
     assert isinstance(draft, torch.nn.Module)
     parameters = dict(draft.named_parameters())
@@ -305,9 +300,7 @@ def test_a_rope_table_is_shared_only_with_an_equal_rope(
 ) -> None:
     target = load_target(targets["llama"], device="cpu", kernels=KERNELS)
     equal = make_eagle1(tmp_path / "equal", targets["llama"])
-    other = make_eagle1(
-        tmp_path / "other", targets["llama"], rope_parameters=None, rope_theta=5e5
-    )
+    other = make_eagle1(tmp_path / "other", targets["llama"], rope_parameters=None, rope_theta=5e5)
     tables = []
     for path in (equal, other):
         draft = load_draft(path, target, device="cpu", kernels=KERNELS)

@@ -22,6 +22,7 @@ from models.tiny import (
     save_state,
 )
 from safetensors.torch import save_file
+
 from specgen.errors import ModelError
 from specgen.kernels import select_kernels
 from specgen.models.decoder import Decoder
@@ -120,9 +121,7 @@ def test_shards_and_pickles_hold_the_same_model(
     assert same_weights(single, load(pickled))
 
 
-def test_an_old_style_pickle_loads(
-    written: dict[str, Path], copies: Callable[[str], Path]
-) -> None:
+def test_an_old_style_pickle_loads(written: dict[str, Path], copies: Callable[[str], Path]) -> None:
     path = copies("target")
     state = load_state(path)
     save_state(path, state, as_bin=True)
@@ -206,7 +205,9 @@ def test_dummy_weights_need_only_configurations(written: dict[str, Path], tmp_pa
 
 
 def test_missing_directory_and_configuration(tmp_path: Path) -> None:
-    refused(lambda: load(tmp_path / "nowhere"), str(tmp_path / "nowhere"), "no such model directory")
+    refused(
+        lambda: load(tmp_path / "nowhere"), str(tmp_path / "nowhere"), "no such model directory"
+    )
     refused(lambda: load(tmp_path), "config.json", "missing")
     (tmp_path / "config.json").write_text("{")
     refused(lambda: load(tmp_path), "config.json", "JSON")

@@ -58,7 +58,8 @@ def make_target(
         family: ``llama``, ``qwen2``, ``qwen3`` or ``mistral``.
         seed: of the weights.
         with_tokenizer: also write a tokenizer of the same vocabulary, with a chat template.
-        bigram: blocks of little influence, so that a token depends mostly on the one before.
+        bigram: blocks of little influence, so that a token depends mostly on the one before (for
+            untied embeddings).
         max_shard_size: as ``save_pretrained`` takes it.
         overrides: configuration keys.
     """
@@ -71,7 +72,7 @@ def make_target(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
-        _spread_weights(model, 0.3 if bigram else 1.0)
+        _spread_weights(model, 0.15 if bigram else 1.0)
     model.save_pretrained(path, max_shard_size=max_shard_size)
     if with_tokenizer:
         write_tokenizer(path, config.vocab_size)
@@ -83,7 +84,7 @@ def make_llama(path: Path, **overrides: Any) -> Path:
     return make_target(path, "llama", **overrides)
 
 
-def _spread_weights(model: torch.nn.Module, influence: float) -> None:
+def _spread_weights(model: Any, influence: float) -> None:
     """Weights of variance 1/fan-in: logits that differ between contexts, unlike the default's.
 
     Norm weights and biases are made random too, so that none can be left out unnoticed.
@@ -95,7 +96,9 @@ def _spread_weights(model: torch.nn.Module, influence: float) -> None:
             elif weight.dim() == 1:
                 weight.uniform_(0.7, 1.3)
             elif "embed_tokens" in name:
-                weight.normal_(0.0, 1.0)
+                # As a tied head, a large embedding would have every token predict itself.
+                tied = model.config.tie_word_embeddings
+                weight.normal_(0.0, weight.shape[1] ** -0.5 if tied else 1.0)
             else:
                 weight.normal_(0.0, weight.shape[1] ** -0.5)
                 if "o_proj" in name or "down_proj" in name:
@@ -329,9 +332,7 @@ def _layer(
         "k": config["num_key_value_heads"] * head_dim,
         "v": config["num_key_value_heads"] * head_dim,
     }
-    layer = {
-        f"self_attn.{n}_proj.weight": _matrix(rows[n], input_size, generator) for n in rows
-    }
+    layer = {f"self_attn.{n}_proj.weight": _matrix(rows[n], input_size, generator) for n in rows}
     if qkv_bias:
         layer |= {f"self_attn.{n}_proj.bias": _vector(rows[n], generator, 0.0, 0.3) for n in rows}
     layer["self_attn.o_proj.weight"] = influence * _matrix(size, rows["q"], generator)
