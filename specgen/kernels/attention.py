@@ -365,7 +365,7 @@ def decode_attention(
         BLOCK_D=block_d,
         WIDEN=not q.is_cuda,
         num_warps=8 if block_m * block_d >= 8192 else 4,
-        num_stages=2,
+        num_stages=3,
     )
     if splits > 1:
         _join_kernel[(rows,)](
@@ -459,6 +459,6 @@ def prefill_attention(
         BLOCK_D=block_d,
         WIDEN=not q.is_cuda,
         num_warps=8 if block_m * block_d >= 8192 else 4,
-        num_stages=2,
+        num_stages=3,
     )
     return out
