@@ -366,7 +366,9 @@ def summary_tables(stats: RunStats, seconds: float, console: Console) -> list[Ta
 
     fancy = console.is_terminal and not console.options.ascii_only
     frame = box.ROUNDED if fancy else box.ASCII
-    total = Table(title="Summary", box=frame, show_header=False, title_justify="left")
+    total = Table(
+        title="Summary", box=frame, show_header=False, title_justify="left", title_style="bold"
+    )
     total.add_column()
     total.add_column(justify="right")
     spec = stats.speculation
@@ -387,7 +389,7 @@ def summary_tables(stats: RunStats, seconds: float, console: Console) -> list[Ta
     per_request = stats.summary(seconds)["speculative_decoding"]["per_request"]
     total.add_row("  mean over rows", _figure(per_request["mean_acceptance_length"]))
 
-    table = Table(title="Acceptance", box=frame, title_justify="left")
+    table = Table(title="Acceptance", box=frame, title_justify="left", title_style="bold")
     table.add_column("position", justify="right")
     table.add_column("accepted", justify="right")
     table.add_column("accepted drafts", justify="right")
