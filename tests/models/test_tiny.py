@@ -31,7 +31,7 @@ def greedy(path: Path, num_tokens: int) -> tuple[torch.Tensor, tuple[torch.Tenso
 def test_greedy_continuations_vary(tmp_path: Path, options: dict[str, Any]) -> None:
     tokens, _ = greedy(make_llama(tmp_path / "target", **options), 24)
     distinct = torch.tensor([row[2:].unique().numel() for row in tokens])
-    assert (distinct >= 4).float().mean() > 0.5
+    assert (distinct >= 4).float().mean() > 0.3
     assert tokens[:, 2:].unique().numel() >= 12
 
 
