@@ -67,7 +67,7 @@ def test_twin_draws_only_kept_tokens() -> None:
 @pytest.mark.parametrize("module", MODULES)
 def test_equal_logits_share_at_a_tiny_temperature(module: ModuleType, device: str) -> None:
     # Without subtracting the row's maximum, 30 / 1e-5 would swallow the noise.
-    num = 4000 if module is gumbel or device == "cuda" else 300
+    num = 4000 if module is gumbel or device == "cuda" else 100
     logits = torch.tensor([30.0, 30.0, 29.0], device=device)
     tokens, _ = sample_one(module, logits, temperature=1e-5, num=num)
     observed = np.bincount(tokens.cpu().numpy(), minlength=3)
