@@ -312,9 +312,7 @@ def _drive(options: _Options, job: Job) -> None:
     from specgen.request_io.source import count_rows
 
     started = datetime.now(UTC)
-    total = count_rows(options.inputs)
-    if total is not None and options.read.limit is not None:
-        total = min(total, options.read.limit)
+    total = count_rows(options.inputs, options.read.limit)
     engine, sampling = _load(options)
     settings = _settings(options, engine, sampling)
     job.display.start(settings, total)

@@ -9,11 +9,12 @@ from __future__ import annotations
 import gzip
 import hashlib
 import io
+import itertools
 import os
 import stat
 import sys
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import BinaryIO, cast
@@ -53,12 +54,12 @@ class RawLine:
     too_long: bool = False
 
 
-class _Prefixed(io.RawIOBase):
-    """A raw stream with the bytes put back that were read to recognise its kind."""
+class _Chunks(io.RawIOBase):
+    """A raw stream over a function that returns what is at hand, with some bytes put before it."""
 
-    def __init__(self, prefix: bytes, rest: BinaryIO) -> None:
+    def __init__(self, read: Callable[[int], bytes | None], prefix: bytes = b"") -> None:
+        self._read = read
         self._prefix = prefix
-        self._rest = rest
 
     def readable(self) -> bool:
         return True
@@ -68,7 +69,7 @@ class _Prefixed(io.RawIOBase):
             chunk = self._prefix[: len(buffer)]
             self._prefix = self._prefix[len(chunk) :]
         else:
-            chunk = self._rest.read(len(buffer)) or b""
+            chunk = self._read(len(buffer)) or b""
         buffer[: len(chunk)] = chunk
         return len(chunk)
 
@@ -163,10 +164,11 @@ def _open(path: str) -> Iterator[BinaryIO]:
         head = b""
         while len(head) < _MAGIC_BYTES and (more := plain.read(_MAGIC_BYTES - len(head))):
             head += more
-        raw: io.RawIOBase = _Prefixed(head, plain)
+        raw: io.RawIOBase = _Chunks(plain.read, head)
         if head.startswith(_GZIP_MAGIC):
             members = gzip.GzipFile(fileobj=io.BufferedReader(raw, _BUFFER_BYTES))
-            raw = cast(io.RawIOBase, members)
+            # read() would lose what it has already decompressed when it meets damage.
+            raw = _Chunks(members.read1)
         elif head == _ZSTD_MAGIC or _is_skippable_frame(head):
             raw = _ZstdReader(raw)
         with io.BufferedReader(raw, _BUFFER_BYTES) as stream:
@@ -231,24 +233,29 @@ def _digest_of_rest(start: bytes, stream: BinaryIO, ended: bool) -> str:
     return digest.hexdigest()
 
 
-def count_rows(paths: Sequence[str]) -> int | None:
-    """Lines that are not blank, or None where counting would take long or consume the input."""
+def count_rows(paths: Sequence[str], limit: int | None = None) -> int | None:
+    """Lines that are not blank, at most `limit`.
+
+    Returns None where counting would take long, or use up an input that can be read only once.
+
+    Raises:
+        InputError: an input turns out to be unreadable or damaged: better now than hours later.
+    """
     size = 0
     for path in paths:
+        if path == STDIN:
+            return None
         try:
             info = os.stat(path)
-            if path == STDIN or not stat.S_ISREG(info.st_mode):
+            if not stat.S_ISREG(info.st_mode):
                 return None
             with open(path, "rb") as file:
                 head = file.read(_MAGIC_BYTES)
-        except OSError:
-            return None
+        except OSError as error:
+            raise _damaged(path, 0, error) from error
         compressed = head.startswith(_GZIP_MAGIC) or head == _ZSTD_MAGIC
         # Decompression runs about ten times slower than a scan.
         size += info.st_size * (10 if compressed else 1)
     if size > _COUNT_AT_MOST_BYTES:
         return None
-    try:
-        return sum(1 for _ in read_lines(paths))
-    except InputError:
-        return None
+    return sum(1 for _ in itertools.islice(read_lines(paths), limit))

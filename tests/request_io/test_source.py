@@ -110,7 +110,22 @@ def test_a_cut_file_is_an_error_and_not_an_end(
     assert f"{path}:" in error.value.message
     assert error.value.hint is not None
     assert "damaged or incomplete" in error.value.hint
+    with pytest.raises(InputError, match="cannot be read further"):
+        count_rows([str(path)])
+    assert count_rows([str(path)], limit=10) == 10
+
+
+def test_large_inputs_are_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "in"
+    path.write_bytes(b"1\n" * 50)
+    monkeypatch.setattr(source, "_COUNT_AT_MOST_BYTES", 100)
+    assert count_rows([str(path)]) == 50
+    assert count_rows([str(path), str(path)]) is None
+    path.write_bytes(gzip.compress(b"1\n" * 50))
     assert count_rows([str(path)]) is None
+    assert count_rows(["-"]) is None
+    with pytest.raises(InputError):
+        count_rows([str(tmp_path / "missing")])
 
 
 @pytest.mark.parametrize("pack", [gzip.compress, zstandard.ZstdCompressor().compress])
