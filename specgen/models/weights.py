@@ -205,13 +205,14 @@ def _fill_draft(
     maps: set[str] = {name for name in ("d2t", "t2d") if name in config.stored}
     _check(slots, checkpoint, maps)
     target_ids = None
-    if "d2t" in maps:
+    if maps:
+        no_offsets = torch.zeros(config.draft_vocab_size, dtype=torch.int64)
         target_ids = read_target_ids(
-            checkpoint.load("d2t"),
+            checkpoint.load("d2t") if "d2t" in maps else no_offsets,
             checkpoint.load("t2d") if "t2d" in maps else None,
             draft_vocab_size=config.draft_vocab_size,
             vocab_size=config.vocab_size,
-            file=checkpoint.tensors["d2t"].file,
+            file=checkpoint.tensors[min(maps)].file,
         )
     _fill(slots, checkpoint)
     return target_ids

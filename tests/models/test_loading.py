@@ -278,6 +278,7 @@ class _RunsCode:
         return Path.touch, (self.marker,)
 
 
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 @pytest.mark.parametrize("plain", [False, True])
 def test_a_pickle_that_runs_code_is_refused(
     copies: Callable[[str], Path], tmp_path: Path, plain: bool
@@ -436,6 +437,15 @@ def test_t2d_that_disagrees(copies: Callable[[str], Path], written: dict[str, Pa
 def test_d2t_missing(copies: Callable[[str], Path], written: dict[str, Path]) -> None:
     path = change(copies("eagle3"), d2t=None)
     both_ways(path, written["target"], '"d2t" is missing', "48", "96")
+
+
+def test_t2d_alone_must_flag_the_whole_vocabulary(written: dict[str, Path], tmp_path: Path) -> None:
+    path = make_eagle3(tmp_path / "head", written["target"], draft_vocab_size=None)
+    target = load(written["target"], aux_layers=(2, 3, 4))
+    change(path, t2d=torch.ones(96, dtype=torch.bool))
+    assert load_draft(path, target, device="cpu", kernels=KERNELS).target_ids is None
+    change(path, t2d=torch.arange(96) < 50)
+    only_loaded(path, written["target"], '"t2d"', "50", "96")
 
 
 def test_eagle3_tensors_that_only_the_target_could_lend(
