@@ -344,9 +344,17 @@ def test_version() -> None:
     assert (result.exit_code, result.stdout) == (0, f"specgen, version {specgen.__version__}\n")
 
 
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(specgen.__file__).parents[1])}
+
+
 def python(code: str, **options: Any) -> subprocess.CompletedProcess[bytes]:
     return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, timeout=60, check=False, **options
+        [sys.executable, "-c", code],
+        capture_output=True,
+        timeout=60,
+        check=False,
+        env=ENVIRONMENT,
+        **options,
     )
 
 
@@ -367,7 +375,8 @@ def test_help_is_quick() -> None:
     times = []
     for _ in range(3):
         start = time.perf_counter()
-        done = subprocess.run([sys.executable, "-m", "specgen", "--help"], capture_output=True)
+        command = [sys.executable, "-m", "specgen", "--help"]
+        done = subprocess.run(command, capture_output=True, env=ENVIRONMENT)
         times.append(time.perf_counter() - start)
         assert done.returncode == 0
     assert min(times) < 0.5
@@ -379,7 +388,7 @@ def test_help_is_quick() -> None:
 )
 def test_help_without_a_reader(redirect: str, code: int) -> None:
     command = f"sleep 0.2; {sys.executable} -m specgen run --help {redirect}"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, timeout=60)
+    done = subprocess.run(["bash", "-c", command], capture_output=True, timeout=60, env=ENVIRONMENT)
     assert done.returncode == code
     assert b"Traceback" not in done.stderr
     assert b"Exception ignored" not in done.stderr

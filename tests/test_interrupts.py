@@ -6,9 +6,11 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
+import specgen
 from specgen.interrupts import Interrupts, StopRun
 
 
@@ -71,7 +73,13 @@ with Interrupts(on_leave=lambda: os.write(1, b"left")) as interrupts:
         os.kill(os.getpid(), signal.SIGTERM)
         os.write(1, b"not reached")
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
+    root = str(Path(specgen.__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": root},
+    )
     assert (done.returncode, done.stdout) == (143, b"left")
 
 
