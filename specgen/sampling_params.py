@@ -169,10 +169,10 @@ class SamplingParams:
         base = defaults if defaults is not None else cls()
         given: dict[str, Any] = {}
         for key, value in mapping.items():
+            if value is None and (is_sampling_key(key) or key in UNSUPPORTED_KEYS):
+                continue
             if not is_sampling_key(key):
                 raise ValueError(_unknown(key))
-            if value is None:
-                continue
             if key == "speculative":
                 if not isinstance(value, Mapping):
                     raise ValueError(f'"speculative" must be an object, got {_show(value)}')

@@ -196,6 +196,16 @@ USAGE = [
     (["run", "in.jsonl", "--draft-sample", "x"], 2, "--draft-sample"),
     (["run", "in.jsonl", "--rejection-sample", "block"], 2, "--rejection-sample"),
     (["run", "in.jsonl", "--limit", "-1"], 2, "--limit"),
+    (
+        ["run", "in.jsonl", "--no-draft", "--num-speculative-tokens", "2"],
+        2,
+        "--num-speculative-tokens needs a draft: --no-draft is given",
+    ),
+    (
+        ["run", "in.jsonl", "--model", "m", "--draft-sample", "gumbel"],
+        2,
+        "--draft-sample needs a draft: --model without --draft-model has no draft",
+    ),
     (["run", "-", "-"], 2, "only once"),
     (["run", "in.jsonl", "-o", "in.jsonl", "--overwrite"], 2, "is an input of this run"),
     (["run", "in.jsonl", "--summary", "in.jsonl"], 2, "is an input or the output"),

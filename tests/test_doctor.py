@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -83,6 +85,46 @@ def test_the_built_in_pair(
     monkeypatch.setattr(resolve, "BUILTIN_DRAFT", tmp_path)
     missing = look_up(list(examine()))["target", "built-in pair"]
     assert (missing.value, missing.status) == ("missing", "problem")
+
+
+def fake_torch(bf16: bool) -> Any:
+    facts = SimpleNamespace(name="H200", major=9, minor=0)
+    cuda = SimpleNamespace(
+        is_available=lambda: True,
+        device_count=lambda: 2,
+        get_device_properties=lambda index: facts,
+        mem_get_info=lambda index: (3 * 2**30, 4 * 2**30),
+        is_bf16_supported=lambda including_emulation: bf16 and not including_emulation,
+    )
+    return SimpleNamespace(
+        cuda=cuda,
+        version=SimpleNamespace(cuda="12.8"),
+        _C=SimpleNamespace(_cuda_getDriverVersion=lambda: 12080),
+    )
+
+
+def test_a_machine_with_gpus() -> None:
+    found = look_up(list(doctor._machine(fake_torch(bf16=True))))
+    assert found["machine", "driver"].value == "for CUDA 12.8"
+    gpu = found["machine", "GPU 1"].value
+    assert gpu == "H200, compute capability 9.0, 3.0 of 4.0 GiB free"
+    assert found["machine", "bfloat16"].value == "yes"
+    old = look_up(list(doctor._machine(fake_torch(bf16=False))))["machine", "bfloat16"]
+    assert (old.value, old.status) == ("no", "note")
+
+
+def test_triton_is_tried_and_not_just_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(torch: Any) -> float:
+        raise RuntimeError("cc not found\nlong story")
+
+    for attempt, status, text in (
+        (broken, "problem", "does not work: cc not found"),
+        (lambda torch: 0.5, "problem", "wrong results, off by 0.5"),
+        (lambda torch: 1e-7, "ok", "compiles and runs"),
+    ):
+        monkeypatch.setattr(doctor, "_try_triton", attempt)
+        triton = look_up(list(doctor._kernels(fake_torch(bf16=True))))["kernels", "triton"]
+        assert (triton.status, triton.value) == (status, text)
 
 
 def test_what_the_table_shows(pair: tuple[Path, Path]) -> None:

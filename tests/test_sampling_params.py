@@ -102,6 +102,7 @@ def test_unsupported_keys_are_refused_by_name(key: str) -> None:
     assert looks_like_sampling_key(key)
     with pytest.raises(ValueError, match=f'^"{key}" is not supported'):
         SamplingParams.from_mapping({key: 0})
+    assert SamplingParams.from_mapping({key: None}) == SamplingParams()  # asks for nothing
 
 
 @pytest.mark.parametrize(

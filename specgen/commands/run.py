@@ -216,6 +216,7 @@ class _Options:
         sampling = {name: flags[name] for name in _SAMPLING_FLAGS if flags[name] not in (None, ())}
         if not flags["ignore_eos"]:
             del sampling["ignore_eos"]
+        _check_draft_flags(flags)
         if flags["system_prompt"] is not None and flags["apply_chat_template"] == "never":
             raise UsageError(
                 "--system-prompt needs a chat template, --apply-chat-template is never"
@@ -241,6 +242,20 @@ class _Options:
             quiet=flags["quiet"],
             return_token_ids=flags["return_token_ids"],
         )
+
+
+def _check_draft_flags(flags: dict[str, Any]) -> None:
+    """Refuse flags of a draft where there is none: they would change nothing."""
+    if flags["no_draft"]:
+        reason, hint = "--no-draft is given", "leave one of the two out"
+    elif flags["model"] is not None and flags["draft_model"] is None:
+        reason, hint = "--model without --draft-model has no draft", "give --draft-model"
+    else:
+        return
+    if flags["num_speculative_tokens"]:
+        raise UsageError(f"--num-speculative-tokens needs a draft: {reason}", hint)
+    if flags["draft_sample"] != "greedy":
+        raise UsageError(f"--draft-sample needs a draft: {reason}", hint)
 
 
 def _sampling(given: dict[str, Any], model_defaults: dict[str, Any]) -> SamplingParams:

@@ -249,7 +249,7 @@ class FileWriter:
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         fd = os.open(self._partial, flags if overwrite else flags | os.O_EXCL, 0o666)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(fd)
             # Between open and lock its writer may have finished and renamed it: then this
             # descriptor is the finished output, which must not be emptied.
             if not os.path.samestat(os.fstat(fd), os.stat(self._partial)):
@@ -400,6 +400,21 @@ class FileWriter:
             fd, self._fd = self._fd, -1
             with contextlib.suppress(OSError):
                 os.close(fd)
+
+
+def _lock(fd: int) -> None:
+    """Take the file for this process, where the file system knows locks.
+
+    Raises:
+        BlockingIOError: another process has it.
+    """
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+            raise
 
 
 def _sync_directory(directory: Path) -> None:

@@ -224,9 +224,7 @@ def start(command: list[str], cwd: Path, **options: Any) -> subprocess.Popen[byt
     return subprocess.Popen(command, cwd=cwd, env=environment, **options)
 
 
-@pytest.mark.parametrize(
-    ("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
-)
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
 def test_signals_keep_what_was_finished(
     command: list[str], tmp_path: Path, signum: int, code: int
 ) -> None:

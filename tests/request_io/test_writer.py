@@ -167,6 +167,19 @@ def test_a_partial_renamed_while_it_is_opened_is_not_emptied(
     assert out.read_text() == "finished by another run\n"
 
 
+def test_a_file_system_without_locks_will_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(fd: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(writer_module.fcntl, "flock", no_locks)
+    writer = open_writer(str(tmp_path / "out"))
+    writer.write(record(0))
+    writer.finish(1, {})
+    assert rows_of(tmp_path / "out") == [record(0)]
+
+
 def test_an_input_is_never_the_output(tmp_path: Path) -> None:
     data = tmp_path / "in.jsonl"
     data.write_text("{}\n")
