@@ -38,6 +38,7 @@ class Job:
         return_token_ids: whether records hold the generated ids.
         stats: accounts of the rows finished so far.
         num_rows: rows read so far.
+        complete: set by the caller once the output is whole.
     """
 
     writer: RowWriter
@@ -46,6 +47,7 @@ class Job:
     return_token_ids: bool = False
     stats: RunStats = field(default_factory=RunStats)
     num_rows: int = 0
+    complete: bool = False
 
     def __post_init__(self) -> None:
         """Start the hash of the whole input."""

@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -26,6 +27,7 @@ from specgen.errors import EnvironmentProblem
 from specgen.interrupts import StopRun
 from specgen.request_io import source
 from specgen.request_io.reader import ReadOptions
+from specgen.request_io.writer import FileWriter
 from specgen.sampling_params import SamplingParams
 
 Invoke = Callable[..., Result]
@@ -313,6 +315,24 @@ def test_stopped_runs(
     assert len(rows((tmp_path / "out.jsonl.partial").read_text())) == 10
     summary = json.loads((tmp_path / "s.json").read_text())
     assert (summary["complete"], summary["rows"]["done"]) == (False, 10)
+
+
+def test_a_signal_while_the_output_is_completed_does_not_spoil_it(
+    invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish = FileWriter.finish
+
+    def signalled(self: FileWriter, *args: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        finish(self, *args)
+
+    monkeypatch.setattr(FileWriter, "finish", signalled)
+    result = invoke("run", "in.jsonl", "-o", "out.jsonl", "--summary", "s.json")
+    assert result.exit_code == 130
+    assert "all rows are written" in result.stderr
+    assert len(rows((tmp_path / "out.jsonl").read_text())) == 3
+    assert not (tmp_path / "out.jsonl.partial").exists()
+    assert json.loads((tmp_path / "s.json").read_text())["complete"] is True
 
 
 def test_interrupted_before_the_first_row(

@@ -339,6 +339,7 @@ def _drive(options: _Options, job: Job) -> None:
     with job.interrupts.held():
         meta = _meta(options, job, settings, started)
         job.writer.finish(job.num_rows, meta)
+        job.complete = True
         _write_summary(options, job, seconds, complete=True)
         job.display.summary(job.stats, seconds)
 
@@ -419,6 +420,9 @@ def _write_summary(options: _Options, job: Job, seconds: float, *, complete: boo
 
 def _stopped(options: _Options, job: Job) -> None:
     """Last words of a run that was asked to stop."""
+    if job.complete:
+        job.display.note("stopped, but all rows are written")
+        return
     if job.stats.rows_done:
         job.display.summary(job.stats, job.stats.elapsed())
     try:

@@ -28,7 +28,7 @@ _HINTS = {
     "missing_prompt": 'give "prompt" or "messages", or name the key with --prompt-field',
     "no_chat_template": 'give --chat-template, or "prompt" instead of "messages"',
     "not_an_object": 'each line must be an object such as {"prompt": "..."}',
-    "prompt_too_long": "shorten it, or give --overlong truncate-left or a larger --max-model-len",
+    "prompt_too_long": "shorten it, or give --overlong truncate-left",
 }
 
 
