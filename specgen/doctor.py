@@ -224,8 +224,10 @@ def _facts(config: Any) -> Iterator[tuple[str, str]]:
             continue
         if isinstance(value, dict):
             value = ", ".join(f"{k}={v}" for k, v in value.items() if v not in (None, (), ""))
-        elif isinstance(value, tuple | list):
-            value = ", ".join(map(str, value))
+        elif isinstance(value, tuple | list | frozenset):
+            value = ", ".join(
+                sorted(map(str, value)) if isinstance(value, frozenset) else map(str, value)
+            )
         yield name, str(value)
 
 
