@@ -58,7 +58,8 @@ def _commit_kernel(
     w = tl.arange(0, STOPS_PAD)
     tokens = tl.load(tokens_ptr + row * width + i, mask=i < width, other=-1)
     stops = tl.load(stop_ids_ptr + slot * stop_stride + w, mask=w < num_stops, other=-1)
-    is_stop = (tokens[:, None] == stops[None, :]) & (tokens[:, None] >= 0)
+    # Padding equals padding, but only behind the sampled tokens, where no stop counts.
+    is_stop = tokens[:, None] == stops[None, :]
     stop_at = tl.min(tl.where(is_stop, i[:, None], WIDTH_PAD), axis=1)
     stop_at = tl.min(stop_at, axis=0)  # index of the first stop; WIDTH_PAD if none
     stopped = live & (stop_at < count)

@@ -17,6 +17,11 @@ MODULES = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
 @pytest.mark.parametrize("module", MODULES)
 @pytest.mark.parametrize(("tokens", "width"), [(3, 864), (1, 1), (2, 1024), (2, 1025), (2, 2816)])
 @pytest.mark.usefixtures("poison")

@@ -25,7 +25,7 @@ def i32(*values: Any) -> torch.Tensor:
 
 @pytest.fixture
 def state() -> dict[str, torch.Tensor]:
-    """Persistent rows: 2 is inactive, 5 is about to leave its table, 6 has no blocks."""
+    """Persistent rows: 2 is inactive, 3 and 5 leave their tables, 6 has no blocks."""
     g = torch.Generator().manual_seed(1)
     tables = torch.randperm(NUM_SLOTS * COLUMNS, generator=g).view(NUM_SLOTS, COLUMNS).int()
     tables[6] = -1
@@ -34,7 +34,7 @@ def state() -> dict[str, torch.Tensor]:
         "last_tokens": torch.randint(100, 200, (NUM_SLOTS,), generator=g).int(),
         "draft_tokens": torch.randint(200, 300, (NUM_SLOTS, 4), generator=g).int(),
         "num_draft_tokens": i32(3, 0, 2, 4, 1, 4, 2),
-        "seq_lens": i32(4, 1, 6, 7, 8, 11, 3),
+        "seq_lens": i32(4, 1, 6, 11, 8, 11, 3),
         "active": torch.tensor([True, True, False, True, True, True, True]),
         "block_tables": tables,
     }

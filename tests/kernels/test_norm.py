@@ -13,9 +13,14 @@ from specgen.kernels import norm as triton_norm
 from specgen.kernels.reference import norm as reference_norm
 
 MODULES = [pytest.param(reference_norm, id="reference"), pytest.param(triton_norm, id="triton")]
-# bfloat16: one unit in the last place of values up to 8; two where the sum of squares rounds apart.
-TOLERANCE = {torch.float32: 3e-6, torch.float16: 4e-3, torch.bfloat16: 3.2e-2}
+# Relative. bfloat16 is rounded twice to eight bits, and Triton's interpreter cuts off instead.
+TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 EPS = 1e-5
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
 
 
 def oracle(x: torch.Tensor, weight: torch.Tensor, eps: float = EPS) -> torch.Tensor:
@@ -36,7 +41,7 @@ def test_rms_norm(
     weight = torch.rand(hidden).to(dtype)
     out = module.rms_norm(x.to(device), weight.to(device), EPS).cpu()
     assert out.dtype == dtype
-    torch.testing.assert_close(out, oracle(x, weight), rtol=0, atol=TOLERANCE[dtype])
+    torch.testing.assert_close(out, oracle(x, weight), rtol=TOLERANCE[dtype], atol=1e-6)
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -50,11 +55,10 @@ def test_rms_norm_residual(
     weight = torch.rand(hidden).to(dtype)
     before = x.clone(), residual.clone()
     out, total = module.rms_norm_residual(x.to(device), residual.to(device), weight.to(device), EPS)
-    # Bit for bit in float32; Triton's interpreter cuts off where bfloat16 should be rounded.
-    ulp = 0 if dtype == torch.float32 else TOLERANCE[dtype]
-    torch.testing.assert_close(total.cpu(), x + residual, rtol=0, atol=ulp)
+    rtol = 0 if dtype == torch.float32 else TOLERANCE[dtype]
+    torch.testing.assert_close(total.cpu(), x + residual, rtol=rtol, atol=0)
     torch.testing.assert_close(
-        out.cpu(), oracle(total.cpu(), weight), rtol=0, atol=TOLERANCE[dtype]
+        out.cpu(), oracle(total.cpu(), weight), rtol=TOLERANCE[dtype], atol=1e-6
     )
     assert torch.equal(x, before[0])
     assert torch.equal(residual, before[1])
@@ -72,6 +76,14 @@ def test_rows_of_a_wider_tensor_and_leading_dimensions(module: ModuleType, devic
     out = module.rms_norm(heads, weight, EPS)
     assert out.shape == heads.shape
     torch.testing.assert_close(out.cpu(), oracle(heads.cpu(), weight.cpu()), rtol=0, atol=3e-6)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_rounds_before_the_weight(module: ModuleType, device: str) -> None:
+    """Rounding once, after the weight, would change every fourth element or so."""
+    x, weight = torch.randn(8, 320).half(), torch.rand(320).half()
+    out = module.rms_norm(x.to(device), weight.to(device), EPS).cpu()
+    assert (out != oracle(x, weight)).float().mean() < 0.02
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -17,6 +17,11 @@ MAX_POS = 50
 NUM_BLOCKS, BLOCK_SIZE = 4, 16  # the last block is the one that belongs to no request
 
 
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
 def make_table(head_dim: int) -> torch.Tensor:
     frequencies = 10000.0 ** (-torch.arange(0, head_dim, 2).double() / head_dim)
     angles = torch.arange(MAX_POS).double()[:, None] * frequencies

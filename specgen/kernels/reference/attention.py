@@ -63,15 +63,14 @@ def _attend(
     # [R, Q]: how many keys each query sees.
     num_visible = torch.minimum(query_positions + 1, num_keys[:, None]).clamp(min=0)
     keys = torch.arange(context, device=q.device)
-    # Queries that see nothing look at key 0, so that no softmax is empty, and are zeroed at the
-    # end.
-    mask = keys < num_visible.clamp(min=1)[:, :, None]  # [R, Q, C]
+    mask = keys < num_visible[:, :, None]  # [R, Q, C]
     mask = mask[:, :, None].expand(-1, -1, group, -1).reshape(rows, 1, num_queries * group, context)
     q = q.view(rows, num_queries, num_kv_heads, group, head_dim).transpose(1, 2)
     q = q.reshape(rows, num_kv_heads, num_queries * group, head_dim)
     out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     out = out.view(rows, num_kv_heads, num_queries, group, head_dim).transpose(1, 2)
     out = out.reshape(rows, num_queries, num_heads, head_dim)
+    # An empty softmax may come out as NaN.
     return torch.where((num_visible > 0)[:, :, None, None], out, 0.0)
 
 

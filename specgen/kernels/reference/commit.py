@@ -57,7 +57,8 @@ def commit_tokens(
     room = (max_lens[slots] - seq_lens[slots]).clamp(min=0)
     count = torch.minimum(num_sampled, room)  # before stops
     i = torch.arange(width, device=tokens.device, dtype=torch.int32)
-    is_stop = (tokens[:, :, None] == stop_ids[slots][:, None, :]).any(-1) & (tokens >= 0)
+    # Padding equals padding, but only behind the sampled tokens, where no stop counts.
+    is_stop = (tokens[:, :, None] == stop_ids[slots][:, None, :]).any(-1)
     stop_at = torch.where(is_stop, i, width).amin(1)  # index of the first stop; width if none
     stopped = live & (stop_at < count)
     count = torch.where(live, torch.where(stopped, stop_at + 1, count), 0)
