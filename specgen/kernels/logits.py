@@ -45,7 +45,6 @@ def _weigh(
     candidates,
     row_max,
     temperature,
-    floor_key,
     COUNT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -57,16 +56,14 @@ def _weigh(
         if COUNT:
             weight = tl.where(key > _LOWEST_KEY, 1.0, 0.0)
         else:
-            weight = tl.where(key >= floor_key, tl.exp((x - row_max) / temperature), 0.0)
+            weight = tl.exp((x - row_max) / temperature)
         reached = key[:, None] >= candidates[None, :]
         total += tl.sum(tl.where(reached, weight[:, None], 0.0), axis=0)
     return total
 
 
 @triton.jit
-def _search(
-    row_ptr, V, needed, row_max, temperature, floor_key, COUNT: tl.constexpr, BLOCK: tl.constexpr
-):
+def _search(row_ptr, V, needed, row_max, temperature, COUNT: tl.constexpr, BLOCK: tl.constexpr):
     """Return the largest key whose tokens at or above it weigh at least ``needed``."""
     digits = tl.arange(0, 16)
     prefix = tl.full([], 0, tl.int64)  # the key + 2**31, as far as it is known
@@ -74,7 +71,7 @@ def _search(
         shift = 28 - 4 * step
         candidates = prefix + (digits.to(tl.int64) << shift)
         keys = (candidates - _SIGN_OFFSET).to(tl.int32)
-        weight = _weigh(row_ptr, V, keys, row_max, temperature, floor_key, COUNT, BLOCK)
+        weight = _weigh(row_ptr, V, keys, row_max, temperature, COUNT, BLOCK)
         digit = tl.max(tl.where(weight >= needed, digits, 0), axis=0)
         prefix = prefix + (digit.to(tl.int64) << shift)
     return (prefix - _SIGN_OFFSET).to(tl.int32)
@@ -112,7 +109,7 @@ def _thresholds_kernel(
 
         key = tl.full([], _LOWEST_KEY, tl.int32)
         if use_k:
-            key = _search(row_ptr, V, top_k.to(tl.float32), row_max, temperature, key, True, BLOCK)
+            key = _search(row_ptr, V, top_k.to(tl.float32), row_max, temperature, True, BLOCK)
         if use_p:
             mass = tl.zeros([BLOCK], dtype=tl.float32)
             for start in range(0, V, BLOCK):
@@ -120,7 +117,7 @@ def _thresholds_kernel(
                 weight = tl.exp((x - row_max) / temperature)
                 mass += tl.where(_order_key(x) >= key, weight, 0.0)
             needed = top_p * tl.sum(mass, axis=0)
-            found = _search(row_ptr, V, needed, row_max, temperature, key, False, BLOCK)
+            found = _search(row_ptr, V, needed, row_max, temperature, False, BLOCK)
             key = tl.maximum(key, found)
         bits = key ^ ((key >> 31) & 0x7FFFFFFF)
         value = bits.to(tl.float32, bitcast=True)

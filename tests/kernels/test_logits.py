@@ -124,6 +124,7 @@ def test_triton_keeps_ties_and_skips_minus_inf(
         ([0.0, 0.0, 0.0, 0.0, -9.0], 0, 0.26, [0, 1, 2, 3]),
         ([5.0, 0.0, 0.0, 0.0, 0.0], 0, 0.0, [0]),  # never fewer than one token
         ([0.0, -0.0, -1.0, -2.0, -3.0], 1, 1.0, [0, 1]),  # -0 and +0 are equal
+        ([1.0, 0.0, -0.0, -5.0, -6.0], 2, 0.6, [0, 1, 2]),  # so both count in top-p's mass
         ([-1.0, -2.0, -3.0, -4.0, -5.0], 3, 1.0, [0, 1, 2]),  # order of negative numbers
         # Mass is renormalised over what top-k left: .5 of the first two, not of all.
         ([0.0, -0.1, -0.2, -0.3, -0.4], 2, 0.5, [0]),
