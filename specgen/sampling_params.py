@@ -10,6 +10,7 @@ import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from typing import Any
 
 __all__ = ["UNSUPPORTED_KEYS", "SamplingParams", "is_sampling_key", "looks_like_sampling_key"]
@@ -225,6 +226,7 @@ _SQUASHED = {_squash(key): key for key in sorted(_LINE_KEYS | UNSUPPORTED_KEYS)}
 _LONG_KEYS = [key for key in _SQUASHED if len(key) >= 4]
 
 
+@lru_cache(maxsize=1024)  # a data set repeats its keys on every line
 def _closest(key: str) -> str | None:
     """The sampling key that `key` probably means: other spelling (`topP`) or a slip of a letter."""
     squashed = _squash(key)

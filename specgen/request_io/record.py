@@ -105,11 +105,14 @@ def location(row: PromptRow) -> str:
     return f"{row.source}:{row.line}"
 
 
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
 def encode(record: dict[str, Any]) -> str:
     """A record as one line of JSON without its line end.
 
     Text stays readable (no `\\uXXXX` for letters), but U+2028 and U+2029 are escaped, because some
     readers split lines there.
     """
-    text = json.dumps(record, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    text = _ENCODER.encode(record)
     return text.replace("\u2028", "\\u2028").replace("\u2029", "\\u2029").replace("\x85", "\\u0085")
