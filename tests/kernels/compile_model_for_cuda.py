@@ -1,0 +1,136 @@
+"""Compile the model and batch kernels for a GPU that need not be there; print their names.
+
+Run as a program, outside Triton's interpreter. The wrappers run on CPU tensors, and each launch is
+replaced by a compilation for the types and constants of that launch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+os.environ.pop("TRITON_INTERPRET", None)
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from specgen.kernels import select_kernels
+
+TARGET = GPUTarget("cuda", 90, 32)
+# What a block gets on the smallest GPUs of capability 8.x, though the target here is 9.0.
+MAX_SHARED_MEMORY = 99 * 1024
+TYPES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.uint8: "u8",
+    torch.bool: "i1",
+}
+compiled: set[str] = set()
+
+
+def compile_launch(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+    """Stand-in for `JITFunction.run`."""
+    values = dict(zip(self.arg_names, args, strict=False))
+    options = {}
+    for name, value in kwargs.items():
+        (values if name in self.arg_names else options)[name] = value
+    signature, constants, attributes = {}, {}, {}
+    for index, parameter in enumerate(self.params):
+        value = values[parameter.name]
+        if parameter.is_constexpr or value is None:
+            signature[parameter.name] = "constexpr"
+            # A CPU tensor stands for the interpreter to the attention kernels; here it does not.
+            constants[(index,)] = False if parameter.name == "WIDEN" else value
+            continue
+        if isinstance(value, torch.Tensor):
+            signature[parameter.name] = "*" + TYPES[value.dtype]
+        else:
+            signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
+        if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(self, signature, constants, attributes)
+    kernel = triton.compile(source, target=TARGET, options=options)
+    name = f"{self.__module__}.{self.__name__}"
+    if kernel.metadata.shared > MAX_SHARED_MEMORY:
+        raise RuntimeError(f"{name} wants {kernel.metadata.shared} bytes of shared memory")
+    compiled.add(name)
+
+
+def i32(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int32)
+
+
+def run_model_kernels(kernels: Any, dtype: torch.dtype, head_dim: int) -> None:
+    rows, k, slots, heads, kv_heads = 2, 3, 4, 8, 2
+    caches = torch.zeros(2, 9, 16, kv_heads, head_dim, dtype=dtype)
+    tables = i32(slots, 40)
+    q = torch.zeros(rows, k + 1, heads, head_dim, dtype=dtype)
+    for bound in (64, 640):  # without and with a split context
+        kernels.attention.decode_attention(
+            q, *caches, tables, i32(rows), i32(rows), i32(rows), 0.1, bound
+        )
+    kernels.attention.prefill_attention(
+        q.flatten(0, 1),
+        *caches,
+        tables,
+        i32(rows),
+        i32(rows + 1),
+        i32(rows),
+        i32(rows),
+        0.1,
+        200,
+        64,
+    )
+    x, weight = torch.zeros(3, 4096, dtype=dtype), torch.ones(4096, dtype=dtype)
+    kernels.norm.rms_norm(x, weight, 1e-5)
+    kernels.norm.rms_norm_residual(x, x, weight, 1e-5)
+    kernels.activation.silu_mul(x)
+    qkv = torch.zeros(3, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
+    table, positions = torch.zeros(50, head_dim), torch.zeros(3, dtype=torch.int64)
+    kernels.rotary.rotary_write_cache(qkv, i32(3), table, positions, *caches, heads, kv_heads)
+
+
+def run_batch_kernels(kernels: Any) -> None:
+    rows, k, slots = 2, 3, 4
+    active, tables = torch.ones(slots, dtype=torch.bool), i32(slots, 40)
+    batch = kernels.batch_inputs
+    batch.decode_inputs(
+        i32(rows), i32(slots), i32(slots, k), i32(slots), i32(slots), active, tables, k, 16
+    )
+    batch.extend_inputs(i32(rows), i32(rows, k + 1), i32(rows), i32(rows), active, tables, 16)
+    batch.draft_inputs(i32(rows), i32(slots), active, tables, 1, 16)
+    kernels.commit.commit_tokens(
+        i32(rows),
+        i32(rows, k + 1),
+        i32(rows),
+        torch.ones(rows, dtype=torch.bool),
+        i32(rows),
+        i32(slots, 2),
+        i32(slots),
+        i32(slots),
+        i32(slots),
+        active,
+    )
+
+
+def main() -> None:
+    JITFunction.run = compile_launch
+    kernels = select_kernels("cpu", "triton")
+    run_model_kernels(kernels, torch.bfloat16, 128)
+    run_model_kernels(kernels, torch.float32, 32)
+    run_model_kernels(kernels, torch.float16, 80)
+    run_model_kernels(kernels, torch.bfloat16, 256)
+    run_batch_kernels(kernels)
+    json.dump(sorted(compiled), sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
