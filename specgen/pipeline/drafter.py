@@ -188,23 +188,25 @@ class Drafter:
         self, rows: torch.Tensor, usable: torch.Tensor, logits: torch.Tensor, j: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Draft j of each row from logits [B, Vd]: tokens int32 [B] (target ids), bool [B]."""
-        state = self._state
-        temperature = state.temperature[rows]
-        if state.draft_logits is not None:
+        state, gumbel = self._state, self._kernels.gumbel
+        positions = torch.where(usable, state.seq_lens[rows] + j, -1)[:, None]
+        if self._sampled:
+            assert state.draft_logits is not None, "sampled drafts keep their logits"
             # q is the distribution that is sampled: sample from the values that are stored.
             state.draft_logits[rows, j] = logits
-        if not self._sampled:
-            temperature = torch.zeros_like(temperature)
-        positions = torch.where(usable, state.seq_lens[rows] + j, -1)
-        tokens, ok = self._kernels.gumbel.gumbel_sample(
-            logits[:, None, :],
-            temperature,
-            state.seeds[rows],
-            positions[:, None],
-            state.sample_index[rows],
-            DRAFT,
-            j,
-            None,
-            self._model.target_ids,
-        )
+            tokens, ok = gumbel.gumbel_sample(
+                logits[:, None, :],
+                state.temperature[rows],
+                state.seeds[rows],
+                positions,
+                state.sample_index[rows],
+                DRAFT,
+                j,
+                None,
+                self._model.target_ids,
+            )
+        else:
+            tokens, ok = gumbel.greedy_sample(
+                logits[:, None, :], positions, self._model.target_ids
+            )
         return tokens[:, 0], ok[:, 0]
