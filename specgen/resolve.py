@@ -27,6 +27,14 @@ def resolve(config: EngineConfig) -> ResolvedConfig:
         EnvironmentProblem: the machine lacks what was asked for.
         UsageError: flags contradict each other or the checkpoint.
     """
+    if config.revision is not None and not any(
+        name and not Path(name).is_dir()
+        for name in (config.model, config.draft_model, config.tokenizer)
+    ):
+        raise UsageError(
+            f"--revision {config.revision}: no model here comes from the hub",
+            "leave it out, or give a hub id in --model",
+        )
     device = _device(config)
     model_dir = str(BUILTIN_TARGET) if config.model is None else locate(config.model, config)
     draft_dir = _draft_dir(config)

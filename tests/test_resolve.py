@@ -120,3 +120,8 @@ def test_a_broken_generation_config_names_the_file(tmp_path: Path) -> None:
 def test_flags_out_of_range_are_usage_errors(field: str, value: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         EngineConfig(**{field: value})
+
+
+def test_a_revision_needs_something_from_the_hub(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--revision main: no model here comes from the hub"):
+        resolve(EngineConfig(model=write_model(tmp_path), revision="main", device="cpu"))

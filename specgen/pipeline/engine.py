@@ -46,11 +46,17 @@ class Engine:
         self._scheduler = self._pipeline.scheduler
         self._groups: dict[int, list[Request]] = {}  # by id of the first sample
         self._watchers: dict[int, StopStringWatcher] = {}  # by id of the request
+        self._num_generated_tokens = 0
 
     @property
     def num_running(self) -> int:
         """Samples that hold a device row."""
         return len(self._scheduler.running) + len(self._scheduler.prefilling)
+
+    @property
+    def num_generated_tokens(self) -> int:
+        """Tokens generated so far, those of unfinished rows included."""
+        return self._num_generated_tokens
 
     @property
     def num_waiting(self) -> int:
@@ -181,6 +187,7 @@ class Engine:
             token_ids = token_ids[: match.num_tokens - len(request.output_token_ids)]
             request.text = match.text
         request.output_token_ids.extend(token_ids)
+        self._num_generated_tokens += len(token_ids)
         if record.num_draft_tokens > 0:
             request.stats.add_spec_step(
                 record.num_draft_tokens, record.num_sampled - 1, len(token_ids)

@@ -67,6 +67,7 @@ class Pipeline:
             "num_kv_blocks": self.scheduler.blocks.num_blocks,
             "num_cache_tokens": self.num_cache_tokens,
             "draft_logits_bytes": self.state.draft_logits_bytes,
+            "adds_bos": self.tokenizer.adds_bos,
             "has_chat_template": self.tokenizer.has_chat_template,
             "draft_layout": None if self.draft_config is None else self.draft_config.layout,
             "draft_notes": [] if self.draft_config is None else list(self.draft_config.notes),

@@ -49,6 +49,12 @@ class Tokenizer:
         return value
 
     @property
+    def adds_bos(self) -> bool:
+        """Whether plain prompts get a beginning-of-sequence token."""
+        bos = self._tokenizer.bos_token_id
+        return bos is not None and self._encode_text("a", add_special_tokens=True)[0] == bos
+
+    @property
     def has_chat_template(self) -> bool:
         """Whether messages can be rendered."""
         return bool(self._tokenizer.chat_template)
