@@ -78,7 +78,8 @@ class ModelRunner:
         state = self._state
         hidden, aux = self._target.forward(batch.input_ids, batch.metadata, self._caches)
         slots = torch.cat((batch.fresh_slots, batch.resumed_slots))
-        state.active[slots.long()] = True
+        # Not by indexing: torch would upload the scalar, and wait for it.
+        state.active.index_fill_(0, slots.long(), True)
         logits = self._target.compute_logits(hidden[batch.fresh_idx])
         tokens, ok = self._sampler.sample(
             logits, batch.fresh_slots, needs_filter=batch.needs_filter
