@@ -42,6 +42,14 @@ def _dot(a, b, acc, WIDEN: tl.constexpr):
 
 
 @triton.jit
+def _soft_cap(scores, cap_log2):
+    """cap * tanh(scores / cap), everything in units of log2(e)."""
+    # tanh(x) = 1 - 2 / (1 + exp(2x)): right at both ends, where the exponential is 0 or infinite.
+    ratio = scores / cap_log2
+    return cap_log2 * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * ratio)))
+
+
+@triton.jit
 def _softmax_step(scores, values, running_max, running_sum, acc, WIDEN: tl.constexpr):
     """One step of the online softmax, base 2. Rows that saw nothing keep a maximum of -inf."""
     new_max = tl.maximum(running_max, tl.max(scores, axis=1))
@@ -69,6 +77,7 @@ def _decode_kernel(
     part_max_ptr,
     part_sum_ptr,
     scale_log2,
+    cap_log2,
     num_columns,
     table_stride,
     k_block_stride,
@@ -83,6 +92,8 @@ def _decode_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -114,9 +125,12 @@ def _decode_kernel(
     # The row's real context is shared out, whatever the host bound was. No query sees past its own
     # position, so keys above the last query's are left out.
     context = tl.minimum(context, first + NUM_QUERIES)
-    num_blocks = (context + BLOCK_N - 1) // BLOCK_N
+    oldest = 0
+    if WINDOW > 0:  # nothing before the first query's window is read
+        oldest = (tl.maximum(first - WINDOW + 1, 0) // BLOCK_N) * BLOCK_N
+    num_blocks = (tl.maximum(context - oldest, 0) + BLOCK_N - 1) // BLOCK_N
     chunk = ((num_blocks + NUM_SPLITS - 1) // NUM_SPLITS) * BLOCK_N
-    begin = split * chunk
+    begin = oldest + split * chunk
     end = tl.minimum(begin + chunk, context)
 
     running_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
@@ -135,7 +149,11 @@ def _decode_kernel(
         k = tl.load(k_base + k_offsets[:, None] + d[None, :], mask=kv_mask, other=0.0)
         scores = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
         scores = _dot(q, tl.trans(k), scores, WIDEN) * scale_log2
+        if HAS_SOFTCAP:
+            scores = _soft_cap(scores, cap_log2)
         visible = valid[None, :] & (keys[None, :] <= first + query[:, None])
+        if WINDOW > 0:
+            visible = visible & (keys[None, :] > first + query[:, None] - WINDOW)
         scores = tl.where(visible, scores, float("-inf"))
         v_offsets = blocks * v_block_stride + offsets * v_token_stride
         v = tl.load(v_base + v_offsets[:, None] + d[None, :], mask=kv_mask, other=0.0)
@@ -200,6 +218,7 @@ def _prefill_kernel(
     context_lens_ptr,
     out_ptr,
     scale_log2,
+    cap_log2,
     num_tokens,
     num_rows,
     num_columns,
@@ -214,6 +233,8 @@ def _prefill_kernel(
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -254,13 +275,16 @@ def _prefill_kernel(
             # Nothing in this tile sees past its last query.
             last = first + tl.minimum((tile + 1) * BLOCK_M, num_queries)
             end = tl.minimum(context, last)
+            begin = 0
+            if WINDOW > 0:  # nor before the window of its first query
+                begin = (tl.maximum(first + tile * BLOCK_M - WINDOW + 1, 0) // BLOCK_N) * BLOCK_N
             running_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
             running_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
             acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
             table_ptr = block_tables_ptr + slot * table_stride
             k_base = k_cache_ptr + kv_head * k_head_stride
             v_base = v_cache_ptr + kv_head * v_head_stride
-            for start in range(0, end, BLOCK_N):
+            for start in range(begin, end, BLOCK_N):
                 keys = start + tl.arange(0, BLOCK_N)
                 valid = keys < end
                 blocks = _load_block_ids(table_ptr, keys, valid, num_columns, BLOCK_SIZE)
@@ -270,7 +294,11 @@ def _prefill_kernel(
                 k = tl.load(k_base + k_offsets[:, None] + d[None, :], mask=kv_mask, other=0.0)
                 scores = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
                 scores = _dot(q, tl.trans(k), scores, WIDEN) * scale_log2
+                if HAS_SOFTCAP:
+                    scores = _soft_cap(scores, cap_log2)
                 visible = valid[None, :] & (keys[None, :] <= first + m[:, None])
+                if WINDOW > 0:
+                    visible = visible & (keys[None, :] > first + m[:, None] - WINDOW)
                 scores = tl.where(visible, scores, float("-inf"))
                 v_offsets = blocks * v_block_stride + offsets * v_token_stride
                 v = tl.load(v_base + v_offsets[:, None] + d[None, :], mask=kv_mask, other=0.0)
@@ -297,11 +325,14 @@ def decode_attention(
     context_lens: Tensor,
     scale: float,
     max_context_len: int,
+    window: int = 0,
+    softcap: float = 0.0,
 ) -> Tensor:
     """Attention of a few consecutive queries a row over the row's cached context.
 
     A query at position p sees the keys at positions <= p that are below the row's context length.
-    The keys of the queries themselves are already in the cache.
+    The keys of the queries themselves are already in the cache. With a window w (Beltagy et al.,
+    arXiv 2004.05150) it sees the last w of them only, its own included.
 
     Args:
         q: `[B, Q, Hq, D]`; query i of row b is at position `first_positions[b] + i`.
@@ -313,6 +344,8 @@ def decode_attention(
         context_lens: int32 `[B]`, keys of each row; 0 for an inert row.
         scale: factor on the scores.
         max_context_len: host bound on `context_lens`.
+        window: keys a query sees at most; 0 (or less): all.
+        softcap: scores s become softcap * tanh(s / softcap); 0: they stay.
 
     Returns:
         `[B, Q, Hq, D]` in the dtype of q; zeros where a query has nothing to see.
@@ -324,7 +357,8 @@ def decode_attention(
     if out.numel() == 0:
         return out
     splits = triton.cdiv(_DECODE_PROGRAMS, batch * num_kv_heads)
-    splits = max(1, min(splits, max_context_len // _MIN_SPLIT, _MAX_SPLITS))
+    reach = min(max_context_len, window + num_queries) if window > 0 else max_context_len
+    splits = max(1, min(splits, reach // _MIN_SPLIT, _MAX_SPLITS))
     rows = batch * num_queries * num_heads
     part_acc = part_max = part_sum = out
     if splits > 1:
@@ -346,6 +380,7 @@ def decode_attention(
         part_max,
         part_sum,
         scale * _LOG2E,
+        softcap * _LOG2E,
         block_tables.shape[1],
         block_tables.stride(0),
         k_cache.stride(0),
@@ -360,6 +395,8 @@ def decode_attention(
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
         NUM_SPLITS=splits,
+        WINDOW=max(window, 0),
+        HAS_SOFTCAP=softcap > 0,
         BLOCK_M=block_m,
         BLOCK_N=_block_n(block_d, q.element_size()),
         BLOCK_D=block_d,
@@ -394,6 +431,8 @@ def prefill_attention(
     scale: float,
     max_query_len: int,
     max_context_len: int,
+    window: int = 0,
+    softcap: float = 0.0,
 ) -> Tensor:
     """Attention of packed chunks of queries, of any length a row, over each row's cached context.
 
@@ -412,6 +451,8 @@ def prefill_attention(
         scale: factor on the scores.
         max_query_len: host bound on the queries of a row.
         max_context_len: host bound on `context_lens`.
+        window: keys a query sees at most; 0 (or less): all.
+        softcap: scores s become softcap * tanh(s / softcap); 0: they stay.
 
     Returns:
         `[T, Hq, D]` in the dtype of q; zeros past `query_start_loc[R]` and where nothing is
@@ -440,6 +481,7 @@ def prefill_attention(
         context_lens,
         out,
         scale * _LOG2E,
+        softcap * _LOG2E,
         num_tokens,
         num_rows,
         block_tables.shape[1],
@@ -454,6 +496,8 @@ def prefill_attention(
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
+        WINDOW=max(window, 0),
+        HAS_SOFTCAP=softcap > 0,
         BLOCK_M=block_m,
         BLOCK_N=_block_n(block_d, q.element_size()),
         BLOCK_D=block_d,

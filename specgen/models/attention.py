@@ -56,15 +56,26 @@ class Attention(nn.Module):
         kernels: Kernels,
         *,
         input_size: int | None = None,
+        window: int = 0,
         device: torch.device | str,
         dtype: torch.dtype,
     ) -> None:
-        """``input_size`` is the width of the normed input where it is not the hidden size."""
+        """Allocate uninitialised parameters.
+
+        Args:
+            config: sizes and options.
+            kernels: the operations to run on.
+            input_size: width of the normed input where it is not the hidden size.
+            window: keys a token sees at most, its own included; 0: all.
+            device: where parameters live.
+            dtype: of parameters and activations.
+        """
         super().__init__()
         self.num_heads = config.num_heads
         self.num_kv_heads = config.num_kv_heads
         self.head_dim = config.head_dim
         self.scale = config.head_dim**-0.5
+        self.window = window
         query_size = config.num_heads * config.head_dim
         key_size = config.num_kv_heads * config.head_dim
         self.qkv = Linear(
@@ -126,6 +137,7 @@ class Attention(nn.Module):
                 metadata.context_lens,
                 self.scale,
                 metadata.max_context_len,
+                self.window,
             )
         else:
             attended = self._attention.prefill_attention(
@@ -140,6 +152,7 @@ class Attention(nn.Module):
                 self.scale,
                 metadata.max_query_len,
                 metadata.max_context_len,
+                self.window,
             )
         out: torch.Tensor = self.out(attended.reshape(x.shape[0], -1))
         return out

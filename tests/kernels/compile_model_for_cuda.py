@@ -77,18 +77,23 @@ def run_model_kernels(kernels: Any, dtype: torch.dtype, head_dim: int) -> None:
         kernels.attention.decode_attention(
             q, *caches, tables, i32(rows), i32(rows), i32(rows), 0.1, bound
         )
-    kernels.attention.prefill_attention(
-        q.flatten(0, 1),
-        *caches,
-        tables,
-        i32(rows),
-        i32(rows + 1),
-        i32(rows),
-        i32(rows),
-        0.1,
-        200,
-        64,
+    kernels.attention.decode_attention(
+        q, *caches, tables, i32(rows), i32(rows), i32(rows), 0.1, 64, window=20, softcap=5.0
     )
+    for options in ({}, {"window": 20, "softcap": 5.0}):
+        kernels.attention.prefill_attention(
+            q.flatten(0, 1),
+            *caches,
+            tables,
+            i32(rows),
+            i32(rows + 1),
+            i32(rows),
+            i32(rows),
+            0.1,
+            200,
+            64,
+            **options,
+        )
     x, weight = torch.zeros(3, 4096, dtype=dtype), torch.ones(4096, dtype=dtype)
     kernels.norm.rms_norm(x, weight, 1e-5)
     kernels.norm.rms_norm_residual(x, x, weight, 1e-5)

@@ -77,17 +77,26 @@ def make_paged(
 
 
 def dense(
-    q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, position: int, scale: float
+    q: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    position: int,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
 ) -> torch.Tensor:
     """One query [Hq, D] at a position over keys and values [context, Hkv, D], in float64."""
-    visible = min(position + 1, key.shape[0])
-    if visible <= 0:
+    first = max(0, position - window + 1) if window > 0 else 0
+    seen = slice(first, max(0, min(position + 1, key.shape[0])))
+    if seen.start >= seen.stop:
         return torch.zeros(q.shape, dtype=torch.float64)
     group = q.shape[0] // key.shape[1]
-    k = key[:visible].double().repeat_interleave(group, dim=1)
-    v = value[:visible].double().repeat_interleave(group, dim=1)
-    weights = (torch.einsum("hd,chd->hc", q.double(), k) * scale).softmax(-1)
-    return torch.einsum("hc,chd->hd", weights, v)
+    k = key[seen].double().repeat_interleave(group, dim=1)
+    v = value[seen].double().repeat_interleave(group, dim=1)
+    scores = torch.einsum("hd,chd->hc", q.double(), k) * scale
+    if softcap > 0:
+        scores = softcap * (scores / softcap).tanh()
+    return torch.einsum("hc,chd->hd", scores.softmax(-1), v)
 
 
 def check_decode(
@@ -97,8 +106,11 @@ def check_decode(
     q: torch.Tensor,
     first_positions: list[int],
     max_context_len: int,
+    scale: float | None = None,
+    window: int = 0,
+    softcap: float = 0.0,
 ) -> None:
-    scale = q.shape[-1] ** -0.5
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
     before = paged.k_cache.clone(), paged.v_cache.clone()
     out = module.decode_attention(
         q.to(device),
@@ -110,12 +122,22 @@ def check_decode(
         paged.context_lens.to(device),
         scale,
         max_context_len,
+        window,
+        softcap,
     ).cpu()
     assert out.shape == q.shape
     assert out.dtype == q.dtype
     for row, first in enumerate(first_positions):
         for i in range(q.shape[1]):
-            expected = dense(q[row, i], paged.keys[row], paged.values[row], first + i, scale)
+            expected = dense(
+                q[row, i],
+                paged.keys[row],
+                paged.values[row],
+                first + i,
+                scale,
+                window,
+                softcap,
+            )
             if paged.slot_ids[row] < 0:
                 expected = torch.zeros_like(expected)
             torch.testing.assert_close(
@@ -239,13 +261,16 @@ def check_prefill(
     num_heads: int,
     padding: int = 0,
     bound: int | None = None,
+    scale: float | None = None,
+    window: int = 0,
+    softcap: float = 0.0,
 ) -> None:
     head_dim, dtype = paged.k_cache.shape[-1], paged.k_cache.dtype
     starts = [0]
     for length in query_lens:
         starts.append(starts[-1] + length)
     q = torch.randn(starts[-1] + padding, num_heads, head_dim).to(dtype)
-    scale = head_dim**-0.5
+    scale = head_dim**-0.5 if scale is None else scale
     out = module.prefill_attention(
         q.to(device),
         paged.k_cache.to(device),
@@ -258,6 +283,8 @@ def check_prefill(
         scale,
         max(query_lens) if bound is None else bound,
         int(paged.context_lens.max()),
+        window,
+        softcap,
     ).cpu()
     assert out.shape == q.shape
     assert out.dtype == q.dtype
@@ -268,7 +295,13 @@ def check_prefill(
         for i in range(length):
             token = starts[row] + i
             expected[token] = dense(
-                q[token], paged.keys[row], paged.values[row], firsts[row] + i, scale
+                q[token],
+                paged.keys[row],
+                paged.values[row],
+                firsts[row] + i,
+                scale,
+                window,
+                softcap,
             )
     torch.testing.assert_close(out.double(), expected, rtol=0, atol=TOLERANCE[dtype])
 
@@ -328,6 +361,45 @@ def test_prefill_context_may_end_before_the_queries(module: ModuleType, device: 
 def test_prefill_longer_than_every_tile(module: ModuleType, device: str) -> None:
     paged = make_paged([300, 140], 1, 16)
     check_prefill(module, device, paged, [290, 139], [10, 1], 1)
+
+
+# Windows below, on and above the sizes of blocks and key tiles, and one that reaches over all.
+WINDOWS = [1, 5, 16, 64, 100, 1000]
+
+
+@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("bound", [300, 2048])
+@pytest.mark.usefixtures("poison")
+def test_decode_with_a_window(module: ModuleType, device: str, window: int, bound: int) -> None:
+    # The last row's queries 1 and 2 stand past its context: a short window shows them nothing.
+    contexts = [290, 3, 64, 129, 0, 40]
+    paged = make_paged(contexts, 1, 16)
+    q = torch.randn(len(contexts), 3, 2, 16)
+    firsts = [max(context - 3, 0) for context in contexts[:-1]] + [39]
+    check_decode(module, device, paged, q, firsts, max_context_len=bound, window=window)
+
+
+@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.usefixtures("poison")
+def test_prefill_with_a_window(module: ModuleType, device: str, window: int) -> None:
+    query_lens, firsts = [150, 20, 1, 10], [0, 130, 64, 0]
+    paged = make_paged([150, 150, 65, 7], 1, 16)
+    check_prefill(module, device, paged, query_lens, firsts, 2, padding=2, window=window)
+
+
+@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("window", [0, 9])
+@pytest.mark.usefixtures("poison")
+def test_capped_scores(module: ModuleType, device: str, window: int) -> None:
+    """Scores far past the cap, where its two ends matter, beside rows with nothing to see."""
+    paged = make_paged([40, 20, 0], 1, 32)
+    q = torch.randn(3, 2, 2, 32)
+    options = {"scale": 2.0, "window": window, "softcap": 3.0}
+    check_decode(module, device, paged, q, [38, 18, 0], max_context_len=512, **options)
+    paged = make_paged([40, 20, 0], 1, 32)
+    check_prefill(module, device, paged, [33, 20, 1], [7, 0, 0], 2, padding=1, **options)
 
 
 @pytest.mark.parametrize("module", MODULES)

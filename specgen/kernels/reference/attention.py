@@ -54,24 +54,45 @@ def _gather_context(
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, query_positions: Tensor, num_keys: Tensor, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_positions: Tensor,
+    num_keys: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
 ) -> Tensor:
     """Attention of q `[R, Q, Hq, D]` over k, v `[R, Hkv, C, D]`; zeros where nothing is visible."""
     rows, num_queries, num_heads, head_dim = q.shape
     num_kv_heads, context = k.shape[1], k.shape[2]
     group = num_heads // num_kv_heads
-    # [R, Q]: how many keys each query sees.
-    num_visible = torch.minimum(query_positions + 1, num_keys[:, None]).clamp(min=0)
+    # [R, Q]: each query sees the keys from its first to before its last.
+    last = torch.minimum(query_positions + 1, num_keys[:, None])
+    first = (query_positions + 1 - window).clamp(min=0) if window > 0 else torch.zeros_like(last)
     keys = torch.arange(context, device=q.device)
-    mask = keys < num_visible[:, :, None]  # [R, Q, C]
+    mask = (keys >= first[:, :, None]) & (keys < last[:, :, None])  # [R, Q, C]
     mask = mask[:, :, None].expand(-1, -1, group, -1).reshape(rows, 1, num_queries * group, context)
     q = q.view(rows, num_queries, num_kv_heads, group, head_dim).transpose(1, 2)
     q = q.reshape(rows, num_kv_heads, num_queries * group, head_dim)
-    out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    if softcap > 0:
+        out = _capped_attention(q, k, v, mask, scale, softcap)
+    else:
+        out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     out = out.view(rows, num_kv_heads, num_queries, group, head_dim).transpose(1, 2)
     out = out.reshape(rows, num_queries, num_heads, head_dim)
     # An empty softmax may come out as NaN.
-    return torch.where((num_visible > 0)[:, :, None, None], out, 0.0)
+    return torch.where((last > first)[:, :, None, None], out, 0.0)
+
+
+def _capped_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float
+) -> Tensor:
+    """Attention whose scores pass a tanh, which `scaled_dot_product_attention` has no place for."""
+    scores = torch.matmul(q.float(), k.float().mT) * scale
+    scores = softcap * torch.tanh(scores / softcap)
+    weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
+    return torch.matmul(weights, v.float()).to(q.dtype)
 
 
 def decode_attention(
@@ -84,11 +105,14 @@ def decode_attention(
     context_lens: Tensor,
     scale: float,
     max_context_len: int,
+    window: int = 0,
+    softcap: float = 0.0,
 ) -> Tensor:
     """Attention of a few consecutive queries a row over the row's cached context.
 
     A query at position p sees the keys at positions <= p that are below the row's context length.
-    The keys of the queries themselves are already in the cache.
+    The keys of the queries themselves are already in the cache. With a window w (Beltagy et al.,
+    arXiv 2004.05150) it sees the last w of them only, its own included.
 
     Args:
         q: `[B, Q, Hq, D]`; query i of row b is at position `first_positions[b] + i`.
@@ -100,6 +124,8 @@ def decode_attention(
         context_lens: int32 `[B]`, keys of each row; 0 for an inert row.
         scale: factor on the scores.
         max_context_len: host bound on `context_lens`.
+        window: keys a query sees at most; 0 (or less): all.
+        softcap: scores s become softcap * tanh(s / softcap); 0: they stay.
 
     Returns:
         `[B, Q, Hq, D]` in the dtype of q; zeros where a query has nothing to see.
@@ -115,7 +141,9 @@ def decode_attention(
         k, v = _gather_context(
             k_cache, v_cache, block_tables, slot_ids[part], num_keys[part], max_context_len
         )
-        out[part] = _attend(q[part], k, v, query_positions[part], num_keys[part], scale)
+        out[part] = _attend(
+            q[part], k, v, query_positions[part], num_keys[part], scale, window, softcap
+        )
     return out
 
 
@@ -131,6 +159,8 @@ def prefill_attention(
     scale: float,
     max_query_len: int,
     max_context_len: int,
+    window: int = 0,
+    softcap: float = 0.0,
 ) -> Tensor:
     """Attention of packed chunks of queries, of any length a row, over each row's cached context.
 
@@ -149,6 +179,8 @@ def prefill_attention(
         scale: factor on the scores.
         max_query_len: host bound on the queries of a row.
         max_context_len: host bound on `context_lens`.
+        window: keys a query sees at most; 0 (or less): all.
+        softcap: scores s become softcap * tanh(s / softcap); 0: they stay.
 
     Returns:
         `[T, Hq, D]` in the dtype of q; zeros past `query_start_loc[R]` and where nothing is
@@ -171,7 +203,9 @@ def prefill_attention(
             offsets = torch.arange(block.start, block.stop, device=q.device)
             index = (starts[part, None] + offsets).clamp(max=num_tokens - 1)  # [rows, block]
             positions = first_positions[part, None] + offsets
-            padded[part, block] = _attend(q[index], k, v, positions, num_keys[part], scale)
+            padded[part, block] = _attend(
+                q[index], k, v, positions, num_keys[part], scale, window, softcap
+            )
     tokens = torch.arange(num_tokens, device=q.device)
     # The row of a token: the last one that starts at or before it. Empty rows share a start, the
     # last wins.
