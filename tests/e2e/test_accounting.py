@@ -317,6 +317,15 @@ def test_rows_without_seeds_differ_and_repeat(engine: Engine) -> None:
     assert again.token_ids == reported.token_ids
 
 
+@pytest.mark.parametrize("seed", [0, -1, 2**53 + 1, 2**63 - 1, -(2**63)])
+def test_seeds_of_all_64_bits(engine: Engine, seed: int) -> None:
+    options = {"max_tokens": 20, "ignore_eos": True}
+    choice = run_one(engine, seed=seed, **options)
+    assert choice.seed == seed
+    neighbour = seed - 1 if seed > 0 else seed + 1
+    assert run_one(engine, seed=neighbour, **options).token_ids != choice.token_ids
+
+
 def test_greedy_needs_no_seed(engine: Engine) -> None:
     rows = [make_row(i, PROMPT, temperature=0, seed=i, max_tokens=20) for i in range(4)]
     assert len(set(tokens_of(run_all(engine, rows)))) == 1

@@ -127,6 +127,21 @@ def test_rows_of_different_draft_lengths_share_a_batch(
         assert bool(stats.num_spec_steps) == bool(output.row.index % 4)
 
 
+@pytest.mark.parametrize(("draft", "sample"), [("eagle1", "gumbel"), ("eagle3", "greedy")])
+def test_greedy_rows_among_sampled_ones(
+    engine_of: EngineShop, expected: list[tuple[int, ...]], draft: str, sample: str
+) -> None:
+    engine = engine_of("text", draft, draft_sample=sample, max_num_seqs=16)
+    temperatures = [0.0, 1.0, 1e-6, 0.7]
+    mixed = [
+        make_row(i, p, temperature=temperatures[i % 4], top_p=0.9, max_tokens=NUM_TOKENS)
+        for i, p in enumerate(prompts())
+    ]
+    tokens = tokens_of(run_all(engine, mixed))
+    assert tokens[::2] == expected[::2]
+    assert tokens[1::2] != expected[1::2]
+
+
 # -- sampled tokens -------------------------------------------------------------------------------
 
 SAMPLED = {"temperature": 1.0, "top_p": 0.95, "ignore_eos": True}

@@ -258,7 +258,7 @@ def test_a_step_does_not_wait_for_the_gpu(
 
 
 def test_a_planted_wait_is_noticed(engine_of: EngineShop, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = text_engine(engine_of, "eagle1", "greedy", cuda_graphs=False, max_num_seqs=4)
+    engine = engine_of.build("text", "eagle1", cuda_graphs=False, max_num_seqs=4, num_kv_blocks=64)
     run_all(engine, rows(temperature=0.0)[:4])
     sampler = engine._runner._rejection_sampler
     original = sampler.verify
