@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -46,6 +47,7 @@ class Engine:
         self._scheduler = self._pipeline.scheduler
         self._groups: dict[int, list[Request]] = {}  # by id of the first sample
         self._watchers: dict[int, StopStringWatcher] = {}  # by id of the request
+        self._finished: deque[RequestOutput] = deque()  # not handed out yet
         self._num_generated_tokens = 0
 
     @property
@@ -84,13 +86,8 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """Schedule, run and account for one step; return the rows that it finished."""
-        scheduled = self._scheduler.schedule()
-        if scheduled is None:
-            return []
-        self._apply_edits(scheduled)
-        if scheduled.chunks:
-            return self._prefill(scheduled)
-        return self._decode(scheduled)
+        self._advance()
+        return self.take_finished()
 
     def generate(self, rows: Iterable[PromptRow]) -> Iterator[RequestOutput]:
         """Run rows to their end, pulling them as slots come free; yields in order of completion.
@@ -111,7 +108,21 @@ class Engine:
                     yield RequestOutput(row, (), (), error)
             if not self.has_unfinished():
                 return
-            yield from self.step()
+            self._advance()
+            while self._finished:
+                # Taken out only after the caller has come back: what it was handed when it was
+                # interrupted is still there.
+                yield self._finished[0]
+                self._finished.popleft()
+
+    def take_finished(self) -> list[RequestOutput]:
+        """Finished rows that were not handed out, for example because a signal came between.
+
+        The row that :meth:`generate` handed out last may be among them.
+        """
+        outputs = list(self._finished)
+        self._finished.clear()
+        return outputs
 
     def describe(self) -> dict[str, Any]:
         """Effective settings, for the log and the output's metadata."""
@@ -123,6 +134,17 @@ class Engine:
 
     # -- a step, piece by piece ---------------------------------------------------------------
 
+    def _advance(self) -> None:
+        """Run one step; what it finishes goes to ``_finished``."""
+        scheduled = self._scheduler.schedule()
+        if scheduled is None:
+            return
+        self._apply_edits(scheduled)
+        if scheduled.chunks:
+            self._prefill(scheduled)
+        elif scheduled.decode:
+            self._decode(scheduled)
+
     def _apply_edits(self, scheduled: ScheduledStep) -> None:
         """The host's edits of device rows, in stream order before the step."""
         self._state.deactivate(scheduled.preempted)
@@ -130,28 +152,23 @@ class Engine:
             self._pipeline.forget_graphs()
         self._state.write_block_tables(scheduled.grown)
 
-    def _prefill(self, scheduled: ScheduledStep) -> list[RequestOutput]:
+    def _prefill(self, scheduled: ScheduledStep) -> None:
         batch = build_prefill_batch(scheduled.chunks, self._state, self.config.block_size)
         record = self._runner.prefill(batch)
         self._scheduler.prefill_done(scheduled.chunks)
         last = [chunk.request for chunk in scheduled.chunks if chunk.is_last]
         fresh = [request for request in last if not request.is_resuming]
-        return self._update(fresh, read_records(record, len(fresh)))
+        self._update(fresh, read_records(record, len(fresh)))
 
-    def _decode(self, scheduled: ScheduledStep) -> list[RequestOutput]:
-        if not scheduled.decode:
-            return []
+    def _decode(self, scheduled: ScheduledStep) -> None:
         # The draft passes may look ahead beyond what the step commits.
         k = scheduled.num_speculative_tokens
         max_context_len = max(r.num_tokens for r in scheduled.decode) + 2 * k + 1
         record = self._runner.decode(scheduled.decode, k, max_context_len)
-        return self._update(scheduled.decode, read_records(record, len(scheduled.decode)))
+        self._update(scheduled.decode, read_records(record, len(scheduled.decode)))
 
-    def _update(
-        self, requests: Sequence[Request], records: Sequence[RowRecord]
-    ) -> list[RequestOutput]:
+    def _update(self, requests: Sequence[Request], records: Sequence[RowRecord]) -> None:
         """Account for a step's records; collect the rows whose last sample ended."""
-        outputs = []
         stopped_by_host = []
         for request, record in zip(requests, records, strict=True):
             slot = request.slot
@@ -163,9 +180,8 @@ class Engine:
             self._scheduler.finish(request)
             output = self._finish(request)
             if output is not None:
-                outputs.append(output)
+                self._finished.append(output)
         self._state.deactivate(stopped_by_host)
-        return outputs
 
     def _account(self, request: Request, record: RowRecord) -> None:
         if record.finish == FINISH_ERROR:
