@@ -1,0 +1,1 @@
+"""Builds the small target and drafts that ship with specgen, from packages of public registries."""
