@@ -190,6 +190,12 @@ class DraftConfig(BlockConfig):
     target_hidden_size: int
     max_position_embeddings: int
     rope: RopeConfig
+    origin: str = "official"
+    """The layout it is stored in: official, speculators or wrapped."""
+    position_limit: int | None = None
+    """Positions that the head's rope was made for, where it does not extrapolate."""
+    sliding_window: int = 0
+    """Keys that a token sees at most, its own included; 0: all."""
     has_fc: bool = True
     fc_bias: bool = False
     fc_norms: tuple[str, ...] = ()

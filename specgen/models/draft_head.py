@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,49 +13,97 @@ from specgen.models.config import (
     ConfigReader,
     DraftConfig,
     ModelConfig,
+    RopeConfig,
     parse_block_sizes,
     parse_rope,
     refuse_quantization,
 )
 from specgen.models.decoder import Decoder
 from specgen.models.draft import DraftOverrides
+from specgen.models.draft_layout import DraftSource
 from specgen.models.layers import empty_parameter
 from specgen.models.rotary import build_cos_sin
 
-if TYPE_CHECKING:
-    from specgen.models.checkpoint import TensorInfo
+__all__ = ["DraftHead", "describe_rope", "layer_notes", "parse_draft_layer", "parse_vocab_size"]
 
-__all__ = ["DraftHead", "parse_draft_layer", "parse_vocab_size"]
+# Ropes made for a length; the others go on past a head's max_position_embeddings, which is a
+# length of training.
+_BOUNDED_ROPES = frozenset(("yarn", "dynamic", "longrope"))
 
 
 def parse_draft_layer(
-    reader: ConfigReader,
-    tensors: Mapping[str, TensorInfo] | None,
-    layer: str,
-    overrides: DraftOverrides,
+    source: DraftSource, layer: str, target: ModelConfig, overrides: DraftOverrides
 ) -> dict[str, Any]:
-    """The fields of :class:`DraftConfig` that describe the one layer: sizes, biases, rope.
+    """The fields of :class:`DraftConfig` that describe the one layer: sizes, biases, norms, rope.
 
-    A bias exists where it is stored or where the configuration asks for it; in the second case the
-    strict loading finds it missing.
+    A bias or a norm exists where it is stored or where the configuration asks for it; in the second
+    case the strict loading finds it missing.
+
+    Args:
+        source: the head in the official layout's terms.
+        layer: official name of its layer.
+        target: the target, whose length bounds a window that matters.
+        overrides: of which ``rope_theta`` applies.
 
     Raises:
         ModelError: a key is malformed or unsupported, or there is more than one layer.
     """
+    reader, names = source.reader, source.tensors or {}
     refuse_quantization(reader)
-    names = tensors or {}
-    _check_one_layer(reader, names)
+    _check_one_layer(source)
     sizes = parse_block_sizes(reader)
     max_positions = reader.positive_int("max_position_embeddings", 2048)
+    rope = parse_rope(reader, max_positions, overrides.rope_theta)
+    speculators_qwen3 = source.origin == "speculators" and reader.get("model_type") == "qwen3"
     return {
         **sizes,
+        "origin": source.origin,
         "qkv_bias": reader.flag("qkv_bias", reader.flag("attention_bias"))
         or f"{layer}.self_attn.q_proj.bias" in names,
         "o_bias": f"{layer}.self_attn.o_proj.bias" in names,
         "mlp_bias": reader.flag("mlp_bias") or f"{layer}.mlp.down_proj.bias" in names,
+        "qk_norm": speculators_qwen3 or f"{layer}.self_attn.q_norm.weight" in names,
         "max_position_embeddings": max_positions,
-        "rope": parse_rope(reader, max_positions, overrides.rope_theta),
+        "position_limit": max_positions if rope.rope_type in _BOUNDED_ROPES else None,
+        "rope": rope,
+        "sliding_window": _sliding_window(reader, target),
     }
+
+
+def describe_rope(layer: dict[str, Any]) -> str:
+    """The rope of a parsed layer, in words."""
+    rope: RopeConfig = layer["rope"]
+    kind = "" if rope.rope_type == "default" else f" ({rope.rope_type})"
+    return f"rope theta {rope.theta:g}{kind}"
+
+
+def layer_notes(layer: dict[str, Any]) -> tuple[str, ...]:
+    """What a user should know of a parsed layer's reach, one sentence each."""
+    notes = []
+    if layer["position_limit"] is not None:
+        notes.append(
+            f"the head's {layer['rope'].rope_type} rope ends at position "
+            f"{layer['position_limit']}: rows go on without a draft from there"
+        )
+    if layer["sliding_window"]:
+        notes.append(f"the head attends to the last {layer['sliding_window']} tokens")
+    return tuple(notes)
+
+
+def _sliding_window(reader: ConfigReader, target: ModelConfig) -> int:
+    """Keys that a token of the head sees, 0: all (also where the window is as long as the target).
+
+    Qwen configurations have a switch, which is off where it is absent.
+    """
+    window = reader.get("sliding_window")
+    layer_types = reader.get("layer_types")
+    if window is None or (layer_types is not None and "sliding_attention" not in layer_types):
+        return 0
+    has_switch = str(reader.get("model_type") or "").startswith("qwen") and layer_types is None
+    if not reader.flag("use_sliding_window", not has_switch):
+        return 0
+    window = reader.positive_int("sliding_window")
+    return 0 if window >= target.max_position_embeddings else window
 
 
 def parse_vocab_size(reader: ConfigReader, target: ModelConfig) -> int:
@@ -72,16 +119,19 @@ def parse_vocab_size(reader: ConfigReader, target: ModelConfig) -> int:
     return vocab_size
 
 
-def _check_one_layer(reader: ConfigReader, tensors: Mapping[str, TensorInfo]) -> None:
+def _check_one_layer(source: DraftSource) -> None:
     hint = "only heads of one layer are supported"
-    declared = reader.positive_int("num_hidden_layers", 1)
+    declared = source.reader.positive_int("num_hidden_layers", 1)
     if declared != 1:
-        raise reader.error("num_hidden_layers", declared, "1 for an EAGLE head", hint=hint)
-    for name, info in tensors.items():
+        raise source.reader.error("num_hidden_layers", declared, "1 for an EAGLE head", hint=hint)
+    for name, info in (source.tensors or {}).items():
         stack, _, rest = name.partition(".")
         index = rest.partition(".")[0]
         if stack in ("layers", "midlayer") and index.isdigit() and int(index) > 0:
-            raise ModelError(f'{info.file}: tensor "{name}" belongs to a second layer', hint=hint)
+            raise ModelError(
+                f'{info.file}: tensor "{source.stored_name(name)}" belongs to a second layer',
+                hint=hint,
+            )
 
 
 class DraftHead(nn.Module):

@@ -1,4 +1,4 @@
-"""EAGLE-3 drafts (Li et al. 2025, arXiv 2503.01840), in the official layout."""
+"""EAGLE-3 drafts (Li et al. 2025, arXiv 2503.01840)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,14 @@ from specgen.models.attention import Attention, AttentionMetadata, KVCache
 from specgen.models.config import ConfigReader, DraftConfig, ModelConfig
 from specgen.models.decoder import Decoder
 from specgen.models.draft import DraftOverrides
-from specgen.models.draft_head import DraftHead, parse_draft_layer, parse_vocab_size
+from specgen.models.draft_head import (
+    DraftHead,
+    describe_rope,
+    layer_notes,
+    parse_draft_layer,
+    parse_vocab_size,
+)
+from specgen.models.draft_layout import DraftSource
 from specgen.models.layers import GatedMLP, Linear, RMSNorm
 
 if TYPE_CHECKING:
@@ -26,23 +33,20 @@ IDS_KEY = "eagle_aux_hidden_state_layer_ids"
 
 
 def parse_eagle3_config(
-    reader: ConfigReader,
-    tensors: Mapping[str, TensorInfo] | None,
-    target: ModelConfig,
-    overrides: DraftOverrides,
+    source: DraftSource, target: ModelConfig, overrides: DraftOverrides
 ) -> DraftConfig:
-    """Describe an official EAGLE-3 head.
+    """Describe an EAGLE-3 head.
 
     Args:
-        reader: the head's configuration.
-        tensors: its tensors, None for dummy weights.
+        source: the head in the official layout's terms.
         target: the target it is to draft for.
         overrides: facts that replace the configuration's.
 
     Raises:
         ModelError: the head is malformed, unsupported, ambiguous or made for another target.
     """
-    layer = parse_draft_layer(reader, tensors, "midlayer", overrides)
+    reader, tensors = source.reader, source.tensors
+    layer = parse_draft_layer(source, "midlayer", target, overrides)
     vocab_size = parse_vocab_size(reader, target)
     target_size = reader.positive_int("target_hidden_size", target.hidden_size)
     if target_size != target.hidden_size:
@@ -52,7 +56,6 @@ def parse_eagle3_config(
             f"the target's hidden size ({target.hidden_size})",
             hint="the head was made for another target",
         )
-    _refuse_sliding_window(reader, target)
     use_aux = _setting(reader, "use_aux_hidden_state") is not False
     boundaries, origin = _boundaries(reader, target, overrides) if use_aux else ((), "")
     draft_vocab_size = reader.positive_int("draft_vocab_size", _rows(tensors, vocab_size))
@@ -71,7 +74,8 @@ def parse_eagle3_config(
             "hidden_size", size, f"the target's ({target_size}) without auxiliary states"
         )
     fc_norms = _fc_norms(reader, tensors or {}, len(boundaries)) if use_aux else ()
-    norm_output, why = _norm_output(reader, fc_norms, overrides)
+    norm_output, feedback = _norm_output(source, fc_norms, overrides)
+    before_residual, residual = _norm_before_residual(source, overrides)
     features = (
         f"features entering target blocks {list(boundaries)} ({origin})"
         if use_aux
@@ -86,14 +90,15 @@ def parse_eagle3_config(
         draft_vocab_size=draft_vocab_size,
         target_hidden_size=target_size,
         has_fc=use_aux,
-        fc_bias=reader.flag("bias"),
+        fc_bias=use_aux and (reader.flag("bias") or "fc.bias" in (tensors or {})),
         fc_norms=fc_norms,
-        norm_before_residual=bool(_setting(reader, "norm_before_residual")),
+        norm_before_residual=before_residual,
         norm_output=norm_output,
         stored=frozenset(stored),
         notes=(
-            f"EAGLE-3 head, {features}, {draft_vocab_size} of {vocab_size} tokens drafted, "
-            f"rope theta {layer['rope'].theta:g}{why}",
+            f"EAGLE-3 head ({source.origin} layout), {features}, {draft_vocab_size} of "
+            f"{vocab_size} tokens drafted, {describe_rope(layer)}{feedback}{residual}",
+            *layer_notes(layer),
         ),
     )
 
@@ -131,7 +136,7 @@ def _boundaries(
             raise ModelError(
                 f'{reader.source}: "{IDS_KEY}" is {list(top)} at the top but {list(nested)} inside '
                 f'"eagle_config", which means boundaries {sorted(ids)}',
-                hint="remove the wrong one, or override the boundaries",
+                hint="remove the wrong one, or give the boundaries with --draft-aux-layers",
             )
     elif top:
         ids = top
@@ -143,8 +148,8 @@ def _boundaries(
         raise ModelError(
             f"{reader.source}: auxiliary boundaries {list(boundaries)} ({origin}) must be distinct "
             f"and within 0..{num_layers}, the target's layers",
-            hint="the head was made for another target, or name the boundaries in "
-            f'"{IDS_KEY}" or by override',
+            hint="the head was made for another target, or name the boundaries with "
+            "--draft-aux-layers",
         )
     declared = reader.positive_int("num_aux_hidden_states", len(boundaries))
     if declared != len(boundaries):
@@ -217,33 +222,37 @@ def _fc_norms(
 
 
 def _norm_output(
-    reader: ConfigReader, fc_norms: tuple[str, ...], overrides: DraftOverrides
+    source: DraftSource, fc_norms: tuple[str, ...], overrides: DraftOverrides
 ) -> tuple[bool, str]:
     """Whether later passes are fed the normed state, and a remark on it."""
     if overrides.norm_output is not None:
-        return overrides.norm_output, f", norm_output {overrides.norm_output} (override)"
-    declared = bool(_setting(reader, "norm_output"))
-    if declared and len(fc_norms) < 2:
+        kind = "normed" if overrides.norm_output else "raw"
+        return overrides.norm_output, f", {kind} feedback (override)"
+    declared = bool(_setting(source.reader, "norm_output"))
+    if declared and source.origin == "official" and len(fc_norms) < 2:
         # One trainer wrote its default, true, for heads that feed back the state before the norm.
         raise ModelError(
-            f'{reader.source}: "norm_output" is true, which heads of either kind say: trained on '
-            "their normed or on their raw output",
-            hint='set "norm_output" to false for a head that SpecForge trained before September '
-            "2026, or decide with DraftOverrides(norm_output=...)",
+            f'{source.reader.source}: "norm_output" is true, which heads of either kind say: '
+            "trained on their normed or on their raw output",
+            hint="give --draft-norm-output false for a head that SpecForge trained before "
+            "September 2026, true for one whose later passes take the normed state",
         )
     return declared, ", normed feedback" if declared else ""
 
 
-def _refuse_sliding_window(reader: ConfigReader, target: ModelConfig) -> None:
-    window = reader.get("sliding_window")
-    layer_types = reader.get("layer_types")
-    sliding = layer_types is None or "sliding_attention" in layer_types
-    switched_off = reader.get("use_sliding_window") is False
-    if window is None or not sliding or switched_off:
-        return
-    if isinstance(window, int) and window >= target.max_position_embeddings:
-        return
-    raise ModelError(f'{reader.source}: "sliding_window" ({window}) is not supported in a draft')
+def _norm_before_residual(source: DraftSource, overrides: DraftOverrides) -> tuple[bool, str]:
+    """Whether the residual is the normed state, and a remark on it."""
+    declared = _setting(source.reader, "norm_before_residual")
+    if overrides.norm_before_residual is not None:
+        kind = "normed" if overrides.norm_before_residual else "raw"
+        return overrides.norm_before_residual, f", {kind} residual (override)"
+    if declared is None and not source.defaults_are_known:
+        raise ModelError(
+            f'{source.reader.source}: "norm_before_residual" is missing, and readers of the '
+            "speculators layout take it for true or for false",
+            hint="give --draft-norm-before-residual true or false: the wrong one accepts less",
+        )
+    return bool(declared), ", normed residual" if declared else ""
 
 
 class Eagle3Draft(DraftHead):
@@ -270,7 +279,9 @@ class Eagle3Draft(DraftHead):
         self.fc_norms = nn.ModuleList(norm(chunk_size) for _ in config.fc_norms)
         self.input_norm = norm(size)
         self.hidden_norm = norm(size)
-        self.attention = Attention(config, kernels, input_size=2 * size, **options)
+        self.attention = Attention(
+            config, kernels, input_size=2 * size, window=config.sliding_window, **options
+        )
         self.post_attention_norm = norm(size)
         self.mlp = GatedMLP(config, kernels, **options)
         self.norm = norm(size)

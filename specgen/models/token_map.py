@@ -1,4 +1,7 @@
-"""The map between draft and target vocabulary that EAGLE-3 heads store as ``d2t`` and ``t2d``."""
+"""The map between draft and target vocabulary.
+
+EAGLE-3 heads store it as ``d2t`` and ``t2d``, wrapped EAGLE-1 heads as ``token_map``.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import torch
 
 from specgen.errors import ModelError
 
-__all__ = ["invert_target_ids", "read_target_ids"]
+__all__ = ["invert_target_ids", "read_target_ids", "read_token_map"]
 
 
 def read_target_ids(
@@ -79,6 +82,40 @@ def read_target_ids(
     if draft_vocab_size == vocab_size:
         return None
     return ids.to(torch.int32)
+
+
+def read_token_map(
+    token_map: torch.Tensor, *, draft_vocab_size: int, vocab_size: int, file: Path
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Target ids of a map of absolute ids in any order, ascending, and the order that sorts them.
+
+    Args:
+        token_map: integers ``[Vd]``.
+        draft_vocab_size: Vd.
+        vocab_size: V.
+        file: named in errors.
+
+    Returns:
+        int32 ``[Vd]``, strictly increasing; int64 ``[Vd]``, the draft rows in that order.
+
+    Raises:
+        ModelError: wrong dtype or shape, a repeated id, or one outside the target's vocabulary.
+    """
+    if token_map.dtype not in (torch.int64, torch.int32) or token_map.shape != (draft_vocab_size,):
+        raise ModelError(
+            f'{file}: tensor "token_map" is {token_map.dtype} of shape {list(token_map.shape)}, '
+            f"expected int64 of shape {[draft_vocab_size]}"
+        )
+    ids, order = token_map.to(torch.int64).sort(stable=True)
+    bad = (ids < 0) | (ids >= vocab_size)
+    bad[1:] |= ids[1:] == ids[:-1]
+    if bad.any():
+        raise ModelError(
+            f'{file}: tensor "token_map" holds {int(ids[bad][0])}, which is repeated or not a '
+            f"token of the target, whose ids end at {vocab_size - 1}",
+            hint="the head was made for another target, or the file is damaged",
+        )
+    return ids.to(torch.int32), order
 
 
 def invert_target_ids(target_ids: torch.Tensor, vocab_size: int) -> torch.Tensor:

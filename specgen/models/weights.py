@@ -14,17 +14,18 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from specgen.errors import ModelError
+from specgen.errors import ModelError, UsageError
 from specgen.models.checkpoint import Checkpoint, TensorInfo
 from specgen.models.config import ConfigReader, DraftConfig, ModelConfig
 from specgen.models.decoder import Decoder
-from specgen.models.draft import DraftModel, DraftOverrides, recognise_layout
+from specgen.models.draft import DraftModel, DraftOverrides
 from specgen.models.draft_head import DraftHead
+from specgen.models.draft_layout import DraftSource, recognise_draft
 from specgen.models.dummy import fill_dummy
 from specgen.models.eagle import Eagle1Draft, parse_eagle1_config
 from specgen.models.eagle3 import Eagle3Draft, parse_eagle3_config
 from specgen.models.registry import read_model_config
-from specgen.models.token_map import invert_target_ids, read_target_ids
+from specgen.models.token_map import invert_target_ids, read_target_ids, read_token_map
 
 if TYPE_CHECKING:
     from specgen.kernels import Kernels
@@ -47,6 +48,7 @@ def load_target(
     dtype: torch.dtype | str = "auto",
     kernels: Kernels,
     aux_layers: tuple[int, ...] = (),
+    max_model_len: int | None = None,
     load_format: str = "auto",
 ) -> Decoder:
     """Load a target.
@@ -57,6 +59,7 @@ def load_target(
         dtype: of the parameters; ``"auto"`` is the checkpoint's on CUDA and float32 on a CPU.
         kernels: operations to run on.
         aux_layers: boundaries whose features the draft needs, see :class:`Decoder`.
+        max_model_len: tokens of the longest row, see :class:`Decoder`.
         load_format: ``"auto"``, or ``"dummy"`` for fixed pseudo-random weights.
 
     Raises:
@@ -65,7 +68,9 @@ def load_target(
     config = read_model_config(path)
     checkpoint = None if load_format == "dummy" else Checkpoint.open(path)
     resolved = resolve_dtype(dtype, device, config, checkpoint)
-    decoder = Decoder(config, kernels, aux_layers, device=device, dtype=resolved)
+    decoder = Decoder(
+        config, kernels, aux_layers, max_model_len=max_model_len, device=device, dtype=resolved
+    )
     slots = decoder.slots()
     if checkpoint is None:
         fill_dummy(slots)
@@ -100,7 +105,7 @@ def inspect_draft(
         ModelError: as :func:`load_draft`, but for what only the weights' values show.
     """
     checkpoint = None if load_format == "dummy" else Checkpoint.open(path)
-    return _parse_draft(path, checkpoint, target, overrides or DraftOverrides())
+    return _read_draft(path, checkpoint, target, overrides or DraftOverrides())[1]
 
 
 def load_draft(
@@ -132,7 +137,7 @@ def load_draft(
     assert wanted == target.dtype, (wanted, target.dtype)
     assert torch.device(device).type == target.device.type, (device, target.device)
     checkpoint = None if load_format == "dummy" else Checkpoint.open(path)
-    config = _parse_draft(path, checkpoint, target.config, overrides or DraftOverrides())
+    source, config = _read_draft(path, checkpoint, target.config, overrides or DraftOverrides())
     assert config.features == "final" or config.aux_layers == target.aux_layers, (
         config.aux_layers,
         target.aux_layers,
@@ -142,12 +147,12 @@ def load_draft(
         draft = Eagle1Draft(config, target, kernels)
     else:
         draft = Eagle3Draft(config, target, kernels)
-    target_ids = _fill_draft(draft, checkpoint)
+    target_ids = _fill_draft(draft, source, checkpoint)
     if target_ids is not None:
         draft.target_ids = target_ids.to(target.device)
         draft.draft_ids = invert_target_ids(draft.target_ids, config.vocab_size)
     if checkpoint is not None:
-        _compare_embedding(draft, target, checkpoint)
+        _compare_embedding(draft, target, checkpoint.tensors, source)
     return draft
 
 
@@ -177,33 +182,48 @@ def _named_dtype(dtype: torch.dtype | str) -> torch.dtype:
     return resolved
 
 
-def _parse_draft(
+def _read_draft(
     path: str | Path,
     checkpoint: Checkpoint | None,
     target: ModelConfig,
     overrides: DraftOverrides,
-) -> DraftConfig:
-    reader = ConfigReader.from_directory(path)
+) -> tuple[DraftSource, DraftConfig]:
     tensors = None if checkpoint is None else checkpoint.tensors
-    layout = recognise_layout(reader, tensors)
-    parse = parse_eagle1_config if layout == "eagle1" else parse_eagle3_config
-    return parse(reader, tensors, target, overrides)
+    source = recognise_draft(ConfigReader.from_directory(path), tensors)
+    if source.layout == "eagle3":
+        config = parse_eagle3_config(source, target, overrides)
+    else:
+        config = parse_eagle1_config(source, target, overrides)
+    _refuse_idle_overrides(config, overrides)
+    return source, config
+
+
+def _refuse_idle_overrides(config: DraftConfig, overrides: DraftOverrides) -> None:
+    """An override that changes nothing was given for another head."""
+    if overrides.aux_layers is not None and config.features != "aux":
+        raise UsageError("--draft-aux-layers: this head takes the target's final state")
+    for name in ("norm_output", "norm_before_residual"):
+        if config.layout == "eagle1" and getattr(overrides, name) is not None:
+            raise UsageError(f"--draft-{name.replace('_', '-')}: an EAGLE-1 head has no such norm")
 
 
 def _fill_draft(
-    draft: Eagle1Draft | Eagle3Draft, checkpoint: Checkpoint | None
+    draft: Eagle1Draft | Eagle3Draft, source: DraftSource, checkpoint: Checkpoint | None
 ) -> torch.Tensor | None:
     """Fill the parameters and return the target ids of the draft vocabulary, if it has its own."""
     config = draft.config
-    slots = draft.slots()
+    slots = {source.stored_name(name): slot for name, slot in draft.slots().items()}
     if checkpoint is None:
         fill_dummy(slots)
         if config.draft_vocab_size == config.vocab_size:
             return None
         spread = torch.arange(config.draft_vocab_size) * config.vocab_size
         return (spread // config.draft_vocab_size).to(torch.int32)
+    spare = {source.stored_name(name) for name in source.unused}
+    if "token_map" in config.stored:
+        return _fill_truncated(draft, slots, source, checkpoint, spare)
     maps: set[str] = {name for name in ("d2t", "t2d") if name in config.stored}
-    _check(slots, checkpoint, maps)
+    _check(slots, checkpoint, maps | spare)
     target_ids = None
     if maps:
         no_offsets = torch.zeros(config.draft_vocab_size, dtype=torch.int64)
@@ -218,7 +238,40 @@ def _fill_draft(
     return target_ids
 
 
-def _compare_embedding(draft: DraftHead, target: Decoder, checkpoint: Checkpoint) -> None:
+def _fill_truncated(
+    draft: Eagle1Draft | Eagle3Draft,
+    slots: dict[str, torch.Tensor],
+    source: DraftSource,
+    checkpoint: Checkpoint,
+    spare: set[str],
+) -> torch.Tensor:
+    """Fill a head whose ``token_map`` lists target ids in any order; ours ascend.
+
+    Its lm_head has a row for each of them, or one for every token of the target.
+    """
+    config = draft.config
+    name = source.stored_name("lm_head.weight")
+    del slots[name]
+    _check(slots, checkpoint, spare | {name, "token_map"})
+    info = checkpoint.tensors[name]
+    rows = info.shape[0] if info.shape else 0
+    whole = rows == config.vocab_size
+    _check_tensor(name, info, (rows if whole else config.draft_vocab_size, config.hidden_size))
+    ids, order = read_token_map(
+        checkpoint.load("token_map"),
+        draft_vocab_size=config.draft_vocab_size,
+        vocab_size=config.vocab_size,
+        file=checkpoint.tensors["token_map"].file,
+    )
+    _fill(slots, checkpoint)
+    head = checkpoint.load(name)
+    draft.lm_head_weight.copy_(head[ids.long() if whole else order])
+    return ids
+
+
+def _compare_embedding(
+    draft: DraftHead, target: Decoder, tensors: Mapping[str, TensorInfo], source: DraftSource
+) -> None:
     """Share an embedding stored twice; warn of one that is the head's own."""
     if "embed_tokens" not in draft.config.stored:
         return
@@ -229,7 +282,7 @@ def _compare_embedding(draft: DraftHead, target: Decoder, checkpoint: Checkpoint
     note = "the head brings an embedding that differs from the target's"
     draft.config = replace(draft.config, notes=(*draft.config.notes, note))
     if same_shape:
-        logger.warning("%s: %s", checkpoint.tensors["embed_tokens.weight"].file, note)
+        logger.warning("%s: %s", tensors[source.stored_name("embed_tokens.weight")].file, note)
 
 
 def _check(slots: Mapping[str, torch.Tensor], checkpoint: Checkpoint, spare: set[str]) -> None:

@@ -41,15 +41,22 @@ def attention(
             y = y + state[f"{prefix}.{name}_proj.bias"]
         return y.reshape(n, count, head_dim)
 
+    def normed(name: str, y: torch.Tensor) -> torch.Tensor:
+        weight = state.get(f"{prefix}.{name}_norm.weight")
+        return y if weight is None else rms(y, weight, config["rms_norm_eps"])
+
     positions = torch.arange(n)
-    q = rotate(project("q", heads), positions, theta)
-    k = rotate(project("k", kv_heads), positions, theta)
+    q = rotate(normed("q", project("q", heads)), positions, theta)
+    k = rotate(normed("k", project("k", kv_heads)), positions, theta)
     v = project("v", kv_heads)
+    unseen = positions[:, None] < positions
+    if config.get("sliding_window"):
+        unseen |= positions[:, None] - positions >= config["sliding_window"]
     out = torch.empty_like(q)
     for head in range(heads):
         source = head // (heads // kv_heads)
         scores = q[:, head] @ k[:, source].T / math.sqrt(head_dim)
-        scores = scores.masked_fill(torch.ones(n, n).triu(1).bool(), -math.inf)
+        scores = scores.masked_fill(unseen, -math.inf)
         out[:, head] = scores.softmax(-1) @ v[:, source]
     return out.reshape(n, -1) @ state[f"{prefix}.o_proj.weight"].T
 
@@ -84,7 +91,9 @@ class Eagle1:
         return h @ self.head.T, h
 
     def target_id(self, draft_id: int) -> int:
-        return draft_id
+        if "token_map" not in self.state:
+            return draft_id
+        return int(self.state["token_map"][draft_id])
 
 
 class Eagle3:
@@ -111,7 +120,8 @@ class Eagle3:
                 for i in range(3)
             ]
             features = torch.cat(parts, -1)
-        return features @ s["fc.weight"].T
+        fused = features @ s["fc.weight"].T
+        return fused + s["fc.bias"] if "fc.bias" in s else fused
 
     def run(self, tokens: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         s, eps = self.state, self.config["rms_norm_eps"]

@@ -12,7 +12,8 @@ import torch
 from specgen.errors import ModelError
 from specgen.models.checkpoint import TensorInfo
 from specgen.models.config import ConfigReader, DraftConfig, ModelConfig, RopeConfig
-from specgen.models.draft import DraftOverrides, recognise_layout
+from specgen.models.draft import DraftOverrides
+from specgen.models.draft_layout import DraftSource, recognise_draft
 from specgen.models.eagle import parse_eagle1_config
 from specgen.models.eagle3 import parse_eagle3_config
 
@@ -25,6 +26,9 @@ HEAD: dict[str, Any] = {
     "num_hidden_layers": 1,
     "num_attention_heads": 4,
 }
+
+
+WRAPPER: dict[str, Any] = {"model_type": "eagle", "model": HEAD}
 
 
 def target(num_layers: int = 32, **changes: Any) -> ModelConfig:
@@ -60,7 +64,7 @@ EAGLE3_NAMES = ("d2t", "lm_head.weight", "midlayer.hidden_norm.weight", "norm.we
 
 def recognise(names: Iterable[str] | None, **changes: Any) -> str:
     reader = ConfigReader(HEAD | changes, "head/config.json")
-    return recognise_layout(reader, None if names is None else tensors(names))
+    return recognise_draft(reader, None if names is None else tensors(names)).layout
 
 
 def eagle3(
@@ -68,7 +72,8 @@ def eagle3(
 ) -> DraftConfig:
     info = tensors(EAGLE3_NAMES, fc__weight=(64, 64 * num_aux), lm_head__weight=(100, 64))
     reader = ConfigReader(HEAD | changes, "head/config.json")
-    return parse_eagle3_config(reader, info, target(num_layers), overrides or DraftOverrides())
+    source = DraftSource(layout="eagle3", origin="official", reader=reader, tensors=info)
+    return parse_eagle3_config(source, target(num_layers), overrides or DraftOverrides())
 
 
 def test_layouts_are_told_by_their_tensors() -> None:
@@ -86,9 +91,21 @@ def test_layouts_without_tensors_are_told_by_the_configuration() -> None:
 @pytest.mark.parametrize(
     ("names", "changes", "part"),
     [
-        (EAGLE1_NAMES, {"speculators_model_type": "eagle3"}, "speculators layout"),
-        (EAGLE1_NAMES, {"speculators_model_type": "eagle"}, "'eagle'"),
-        (EAGLE1_NAMES, {"model_type": "eagle", "model": {"hidden_size": 1}}, "wrapped layout"),
+        (EAGLE3_NAMES, {"speculators_model_type": "eagle3"}, '"layers.0" of the speculators'),
+        (EAGLE1_NAMES, {"speculators_model_type": "eagle"}, '"fusion_fc.weight"'),
+        (
+            ("fusion_fc.weight", "embedding_layernorm.weight"),
+            {"speculators_model_type": "eagle"},
+            "layer norms of its own (embedding_layernorm.weight)",
+        ),
+        (
+            ("fusion_fc.weight",),
+            {"speculators_model_type": "eagle", "layernorms": True},
+            "layer norms of its own",
+        ),
+        (EAGLE1_NAMES, {**WRAPPER, "model": {**HEAD, "add_para_norm": True}}, '"add_para_norm"'),
+        (EAGLE1_NAMES, {**WRAPPER, "skip_output_norm": False}, '"skip_output_norm" is False'),
+        (EAGLE1_NAMES, {"speculators_model_type": "hashgram"}, "'hashgram'"),
         ((*EAGLE3_NAMES, "mask_hidden"), {}, "P-EAGLE"),
         (EAGLE1_NAMES, {"speculators_model_type": "peagle"}, "P-EAGLE"),
         (("layers.0.mlp.up_proj.weight",), {"dflash_config": {"block_size": 16}}, "DFlash"),
@@ -97,7 +114,9 @@ def test_layouts_without_tensors_are_told_by_the_configuration() -> None:
         (("model.layers.61.eh_proj.weight",), {}, "MTP"),
         (("0.0.linear.weight", "0.1.weight"), {}, "Medusa"),
         (("x",), {"architectures": ["MedusaModel"]}, "Medusa"),
-        ((*EAGLE1_NAMES, "d2t"), {}, "speculators EAGLE-3 layout"),
+        ((*EAGLE1_NAMES, "d2t"), {}, "describes an EAGLE-3 head"),
+        (("model.mask_hidden", *EAGLE3_NAMES), {}, "P-EAGLE"),
+        (("x",), {"speculators_model_type": "mtp"}, "MTP"),
         ((*EAGLE1_NAMES, *EAGLE3_NAMES), {}, "neither an EAGLE-1 nor"),
         (EAGLE1_NAMES, {"draft_vocab_size": 50}, "describes an EAGLE-3 head"),
         (("model.embed_tokens.weight", "lm_head.weight"), {}, '"model.embed_tokens.weight"'),
@@ -111,7 +130,8 @@ def test_other_layouts_are_refused_by_name(
         recognise(names, **changes)
     assert part in str(caught.value)
     assert "head" in str(caught.value)
-    assert "EAGLE-1" in str(caught.value)
+    if "describes an EAGLE-3 head" not in part:
+        assert "supported drafts: EAGLE-1" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -163,11 +183,11 @@ def test_both_conventions_of_ids(
         ({"norm_before_residual": True, "eagle_config": {"norm_before_residual": False}},
          ["norm_before_residual", "disagree"]),
         ({"norm_before_fc": True, "fc_norm": True}, ["norm_before_fc", "fc_norm", "exclude"]),
-        ({"norm_output": True}, ["norm_output", "SpecForge", "DraftOverrides"]),
+        ({"norm_output": True}, ["norm_output", "SpecForge", "--draft-norm-output"]),
         ({"norm_output": True, "norm_before_fc": True}, ["norm_output"]),
         ({"norm_output": "yes"}, ["norm_output", "'yes'"]),
-        ({"sliding_window": 512}, ["sliding_window", "512"]),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, ["yarn"]),
+        ({"sliding_window": "wide"}, ["sliding_window", "wide"]),
+        ({"rope_scaling": {"rope_type": "magic", "factor": 2.0}}, ["magic"]),
         ({"num_hidden_layers": 2}, ["num_hidden_layers", "2"]),
         ({"quantization_config": {"quant_method": "awq"}}, ["awq"]),
         ({"eagle_config": 3}, ["eagle_config", "object", "3"]),
@@ -198,10 +218,19 @@ def test_norm_output() -> None:
         assert config.norm_output is decided
 
 
-def test_windows_without_effect_are_accepted() -> None:
-    assert eagle3(sliding_window=4096).aux_layers == (2, 16, 29)
-    assert eagle3(sliding_window=5, layer_types=["full_attention"]).aux_layers == (2, 16, 29)
-    assert eagle3(sliding_window=5, use_sliding_window=False).aux_layers == (2, 16, 29)
+def test_windows() -> None:
+    assert eagle3(sliding_window=512).sliding_window == 512
+    assert "last 512 tokens" in eagle3(sliding_window=512).notes[1]
+    assert eagle3(sliding_window=512, layer_types=["sliding_attention"]).sliding_window == 512
+    assert eagle3(sliding_window=512, use_sliding_window=True).sliding_window == 512
+    for keys in (
+        {"sliding_window": 4096},
+        {"sliding_window": 5, "layer_types": ["full_attention"]},
+        {"sliding_window": 5, "use_sliding_window": False},
+        {"sliding_window": 5, "model_type": "qwen3"},
+        {"sliding_window": None},
+    ):
+        assert eagle3(**keys).sliding_window == 0
 
 
 def test_rope_of_a_head_is_its_own() -> None:
@@ -224,7 +253,8 @@ def test_bias_of_eagle1_is_decided_by_the_tensor() -> None:
     def parse(names: Iterable[str] | None, **changes: Any) -> DraftConfig:
         reader = ConfigReader(HEAD | changes, "head/config.json")
         info = None if names is None else tensors(names)
-        return parse_eagle1_config(reader, info, target(), DraftOverrides())
+        source = DraftSource(layout="eagle1", origin="official", reader=reader, tensors=info)
+        return parse_eagle1_config(source, target(), DraftOverrides())
 
     assert parse(EAGLE1_NAMES, bias=False).fc_bias
     assert not parse(EAGLE1_NAMES[::2], bias=True).fc_bias

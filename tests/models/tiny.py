@@ -208,6 +208,8 @@ def make_eagle3(
     store_t2d: bool = True,
     fc_norms: str | None = None,
     num_aux: int = 3,
+    fc_bias: bool = False,
+    qk_norm: bool = False,
     agreeable: bool = False,
     as_bin: bool = False,
     **overrides: Any,
@@ -225,6 +227,8 @@ def make_eagle3(
         fc_norms: None, ``"whole"`` (norm_before_fc), ``"chunks"`` (fc_norm) or ``"older"``
             (fc_norm under its older names); the configuration says so too.
         num_aux: width of ``fc`` in target states; 0 stores no ``fc``.
+        fc_bias: whether ``fc.bias`` is stored.
+        qk_norm: store the norms of query and key heads that Qwen3-type layers have.
         agreeable: predict a bigram target (made with untied embeddings); sets
             ``norm_before_residual`` and as many key heads as the hidden size needs.
         as_bin: write ``pytorch_model.bin`` instead of ``model.safetensors``.
@@ -253,6 +257,12 @@ def make_eagle3(
         state[f"{name}.weight"] = _vector(size, generator, 1.0, 0.1)
     if num_aux:
         state["fc.weight"] = _matrix(size, num_aux * target_size, generator)
+    if fc_bias:
+        state["fc.bias"] = _vector(size, generator, 0.0, 0.3)
+    if qk_norm:
+        for name in ("q_norm", "k_norm"):
+            weight = _vector(config["head_dim"], generator, 1.0, 0.2)
+            state[f"midlayer.self_attn.{name}.weight"] = weight
     ids = torch.arange(vocab_size)
     if draft_vocab_size is not None:
         # The special tokens are among the drafted ones, as in any map made from counts.
