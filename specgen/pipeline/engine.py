@@ -228,7 +228,7 @@ class Engine:
             if request.finish_reason == "stop":  # by a token, which is no text
                 token_ids = token_ids[:-1]
             request.text = detokenize(self._tokenizer, request.prompt_token_ids, token_ids)
-        if any(sample.finish_reason is None for sample in group):
+        if any(sample.finish_reason is None for sample in reversed(group)):  # the last ends last
             return None
         error = next((sample.error for sample in group if sample.error is not None), None)
         return RequestOutput(
