@@ -206,7 +206,5 @@ class Drafter:
                 self._model.target_ids,
             )
         else:
-            tokens, ok = gumbel.greedy_sample(
-                logits[:, None, :], positions, self._model.target_ids
-            )
+            tokens, ok = gumbel.greedy_sample(logits[:, None, :], positions, self._model.target_ids)
         return tokens[:, 0], ok[:, 0]
