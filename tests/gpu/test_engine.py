@@ -169,12 +169,12 @@ def test_a_wider_stop_list_replaces_the_graphs(engine_of: EngineShop) -> None:
 
 
 @pytest.mark.parametrize(
-    ("draft", "sample", "num_rows"), [("eagle3", "gumbel", 24_576), ("eagle1", "greedy", 16_384)]
+    ("draft", "sample", "num_rows"), [("eagle3", "gumbel", 16_384), ("eagle1", "greedy", 16_384)]
 )
 def test_tokens_follow_the_target_jointly_and_at_every_place_of_a_step(
     engine_of: EngineShop, checkpoints: dict[str, Path], draft: str, sample: str, num_rows: int
 ) -> None:
-    """As on the CPU, with more rows: mixed k in one batch, everything preempted at random."""
+    """As on the CPU: mixed k in one batch, everything preempted at random."""
     engine = big_engine(engine_of, "chain", draft, sample)
     law = chain_law(checkpoints["chain"], **SAMPLING)
     fits = chain_fits(engine, chain_rows(num_rows), law)
@@ -202,17 +202,15 @@ def test_the_joint_law_of_a_completion_is_exact_in_its_whole_context(
     """First token, then k + 1 of a step or more: all 5^4 continuations of one prompt."""
     engine = big_engine(engine_of, "few", "eagle3", "gumbel")
     law = sequence_law(checkpoints["few"], PROMPT, WIDTH, temperature=0.8)
-    completions = []
-    for seed in range(2):
-        batch = [
-            make_row(i, PROMPT, n=64, max_tokens=WIDTH, ignore_eos=True, temperature=0.8)
-            for i in range(960 * seed, 960 * (seed + 1))
-        ]
-        completions += tokens_of(run_all(engine, batch, preempt_seed=seed))
+    batch = [
+        make_row(i, PROMPT, n=64, max_tokens=WIDTH, ignore_eos=True, temperature=0.8)
+        for i in range(1200)
+    ]
+    completions = tokens_of(run_all(engine, batch, preempt_seed=0))
     counts = count_sequences(completions, law.shape[0]).reshape(-1)
     result = fit(counts, counts.sum() * law.reshape(-1))
     assert result.p_value > P_VALUE, result
-    assert result.detectable_tv < 0.021, result
+    assert result.detectable_tv < 0.03, result
 
 
 # -- the host -------------------------------------------------------------------------------------
