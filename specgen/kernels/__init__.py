@@ -22,6 +22,7 @@ KERNEL_MODULES = (
     "norm",
     "rotary",
     "activation",
+    "grouped",
     "batch_inputs",
     "commit",
 )
@@ -40,6 +41,7 @@ class Kernels:
     norm: Any
     rotary: Any
     activation: Any
+    grouped: Any
     batch_inputs: Any
     commit: Any
 

@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specgen.kernels.products import dot
+
 _LOG2E = 1.4426950408889634
 _DECODE_PROGRAMS = 1024  # enough to fill a large GPU several times over, so that long rows balance
 _MIN_SPLIT = 256  # keys of the host bound a split is worth
@@ -27,18 +29,6 @@ def _load_block_ids(table_ptr, key_positions, valid, num_columns, BLOCK_SIZE: tl
     """Cache blocks (int64) of the key positions of one row; 0 where not valid."""
     columns = key_positions // BLOCK_SIZE
     return tl.load(table_ptr + columns, mask=valid & (columns < num_columns), other=0).to(tl.int64)
-
-
-@triton.jit
-def _dot(a, b, acc, WIDEN: tl.constexpr):
-    """Matrix product plus acc, exact for float32 operands.
-
-    WIDEN is for Triton's interpreter, which multiplies the bit patterns of bfloat16 as integers.
-    """
-    if WIDEN:
-        a = a.to(tl.float32)
-        b = b.to(tl.float32)
-    return tl.dot(a, b, acc, input_precision="ieee")
 
 
 @triton.jit
@@ -59,7 +49,7 @@ def _softmax_step(scores, values, running_max, running_sum, acc, WIDEN: tl.const
     decay = tl.exp2(running_max - reference)
     running_sum = running_sum * decay + tl.sum(weights, axis=1)
     acc = acc * decay[:, None]
-    acc = _dot(weights.to(values.dtype), values, acc, WIDEN)
+    acc = dot(weights.to(values.dtype), values, acc, WIDEN)
     return new_max, running_sum, acc
 
 
@@ -148,7 +138,7 @@ def _decode_kernel(
         k_offsets = blocks * k_block_stride + offsets * k_token_stride
         k = tl.load(k_base + k_offsets[:, None] + d[None, :], mask=kv_mask, other=0.0)
         scores = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-        scores = _dot(q, tl.trans(k), scores, WIDEN) * scale_log2
+        scores = dot(q, tl.trans(k), scores, WIDEN) * scale_log2
         if HAS_SOFTCAP:
             scores = _soft_cap(scores, cap_log2)
         visible = valid[None, :] & (keys[None, :] <= first + query[:, None])
@@ -293,7 +283,7 @@ def _prefill_kernel(
                 k_offsets = blocks * k_block_stride + offsets * k_token_stride
                 k = tl.load(k_base + k_offsets[:, None] + d[None, :], mask=kv_mask, other=0.0)
                 scores = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-                scores = _dot(q, tl.trans(k), scores, WIDEN) * scale_log2
+                scores = dot(q, tl.trans(k), scores, WIDEN) * scale_log2
                 if HAS_SOFTCAP:
                     scores = _soft_cap(scores, cap_log2)
                 visible = valid[None, :] & (keys[None, :] <= first + m[:, None])

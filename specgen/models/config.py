@@ -5,20 +5,19 @@ A key whose value is JSON null counts as absent everywhere.
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 from specgen.errors import ModelError
-from specgen.models.family import Family
+from specgen.models.config_reader import ConfigReader
+from specgen.models.family import ExpertRules, Family
+from specgen.models.rope_config import RopeConfig, parse_rope
 
 __all__ = [
     "BlockConfig",
     "ConfigReader",
     "DraftConfig",
+    "ExpertsConfig",
     "ModelConfig",
     "RopeConfig",
     "parse_block_sizes",
@@ -27,114 +26,7 @@ __all__ = [
     "refuse_quantization",
 ]
 
-ROPE_TYPES = ("default", "linear", "llama3")
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
-
-
-@dataclass(frozen=True)
-class ConfigReader:
-    """Typed access to a parsed ``config.json``; errors name the file, the key and the value."""
-
-    data: Mapping[str, Any]
-    source: str
-    """What the file is called in messages."""
-
-    @classmethod
-    def from_directory(cls, path: str | Path) -> ConfigReader:
-        """Parse ``path/config.json``.
-
-        Raises:
-            ModelError: no such directory or file, or not a JSON object.
-        """
-        directory = Path(path)
-        file = directory / "config.json"
-        if not directory.is_dir():
-            raise ModelError(
-                f"{directory}: no such model directory",
-                hint="give a directory that holds config.json and the weights",
-            )
-        try:
-            data = json.loads(file.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise ModelError(
-                f"{file}: missing", hint="a model directory holds config.json and the weights"
-            ) from None
-        except (OSError, ValueError) as error:
-            raise ModelError(f"{file}: cannot be read as JSON: {error}") from error
-        if not isinstance(data, dict):
-            raise ModelError(f"{file}: must hold a JSON object, got {type(data).__name__}")
-        return cls(data, str(file))
-
-    def get(self, key: str) -> Any:
-        """The raw value, None where the key is absent."""
-        return self.data.get(key)
-
-    def section(self, key: str) -> ConfigReader:
-        """The object under ``key`` (an empty one where absent)."""
-        value = self.get(key)
-        if value is None:
-            value = {}
-        if not isinstance(value, dict):
-            raise self.error(key, value, "an object")
-        return ConfigReader(value, f'{self.source}: "{key}"')
-
-    def positive_int(self, key: str, default: int | None = None) -> int:
-        """A whole number of at least 1; without a default the key is required."""
-        value = self.get(key)
-        if value is None:
-            if default is None:
-                raise ModelError(f'{self.source}: "{key}" is missing')
-            return default
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.error(key, value, "a whole number of at least 1")
-        return value
-
-    def positive_float(self, key: str, default: float | None = None) -> float:
-        """A finite number above 0; without a default the key is required."""
-        value = self.get(key)
-        if value is None:
-            if default is None:
-                raise ModelError(f'{self.source}: "{key}" is missing')
-            return default
-        good = not isinstance(value, bool) and isinstance(value, int | float)
-        if not good or not math.isfinite(value) or value <= 0:
-            raise self.error(key, value, "a number above 0")
-        return float(value)
-
-    def flag(self, key: str, default: bool = False) -> bool:
-        """A boolean."""
-        value = self.get(key)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise self.error(key, value, "true or false")
-        return value
-
-    def ids(self, key: str) -> tuple[int, ...]:
-        """A whole number or a list of them, as a tuple (empty where absent)."""
-        value = self.get(key)
-        if value is None:
-            return ()
-        values = value if isinstance(value, list) else [value]
-        if any(isinstance(item, bool) or not isinstance(item, int) or item < 0 for item in values):
-            raise self.error(key, value, "a whole number or a list of whole numbers")
-        return tuple(values)
-
-    def error(self, key: str, value: Any, expected: str, hint: str | None = None) -> ModelError:
-        """The error for a value that is not as expected."""
-        return ModelError(f'{self.source}: "{key}" must be {expected}, got {value!r}', hint=hint)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RopeConfig:
-    """Rotary embedding: base and, for scaled types, the scaling (Su et al. 2021; Llama 3.1)."""
-
-    rope_type: Literal["default", "linear", "llama3"] = "default"
-    theta: float = 10000.0
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +51,21 @@ class BlockConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """The routed MLPs of a mixture of experts."""
+
+    num_experts: int
+    num_chosen: int
+    """Experts a token goes to."""
+    intermediate_size: int
+    normed: bool
+    """Whether the chosen experts' probabilities are scaled to sum to 1."""
+    layers: frozenset[int]
+    """Layers that have experts; the others have a plain MLP."""
+    rules: ExpertRules
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig(BlockConfig):
     """A target: its blocks, vocabulary, rope and what its configuration says of tokens."""
 
@@ -172,6 +79,27 @@ class ModelConfig(BlockConfig):
     """Name of the checkpoint's dtype, where the configuration gives it."""
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    layer_windows: tuple[int, ...] = ()
+    """Keys that a token of each layer sees at most, its own included; 0: all. Empty: 0 for all."""
+    experts: ExpertsConfig | None = None
+
+    @property
+    def longest_context(self) -> int:
+        """Positions that the model can be run to: more than its own where its rope extends them."""
+        return self.rope.reach(self.max_position_embeddings)
+
+    @property
+    def activation_width(self) -> int:
+        """A bound on the numbers that a layer's temporaries hold for each token."""
+        width = 2 * self.intermediate_size + self.qkv_size + 8 * self.hidden_size
+        if self.experts is not None:
+            inner, chosen = self.experts.intermediate_size, self.experts.num_chosen
+            width += chosen * (3 * inner + 2 * self.hidden_size)
+        return width
+
+    def window_of(self, layer: int) -> int:
+        """Keys that a token of the layer sees at most, 0: all."""
+        return self.layer_windows[layer] if self.layer_windows else 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,54 +137,6 @@ class DraftConfig(BlockConfig):
     def num_layers(self) -> int:
         """Layers that need a cache: always one."""
         return 1
-
-
-def parse_rope(
-    reader: ConfigReader, max_position_embeddings: int, theta: float | None = None
-) -> RopeConfig:
-    """The rope of a configuration: ``rope_parameters`` first, then ``rope_theta``/``rope_scaling``.
-
-    Args:
-        reader: the configuration.
-        max_position_embeddings: stands in for a llama3 rope's original length where that is absent.
-        theta: overrides the base.
-
-    Raises:
-        ModelError: a rope type other than default, linear and llama3, or a malformed one.
-    """
-    key = "rope_parameters" if reader.get("rope_parameters") is not None else "rope_scaling"
-    rope = reader.section(key)
-    rope_type = rope.get("rope_type") or rope.get("type") or "default"
-    if rope_type not in ROPE_TYPES:
-        raise ModelError(
-            f"{rope.source}: rope type {rope_type!r} is not supported",
-            hint=f"supported rope types: {', '.join(ROPE_TYPES)}",
-        )
-    if any(isinstance(value, dict) for value in rope.data.values()):
-        raise ModelError(f"{rope.source}: ropes that differ between layers are not supported")
-    for owner in (rope, reader):
-        rotary_part = owner.positive_float("partial_rotary_factor", 1.0)
-        if rotary_part != 1.0:
-            raise owner.error("partial_rotary_factor", rotary_part, "1 (or absent)")
-    base = theta or rope.positive_float("rope_theta", reader.positive_float("rope_theta", 10000.0))
-    if rope_type == "default":
-        return RopeConfig(theta=base)
-    factor = rope.positive_float("factor")
-    if rope_type == "linear":
-        return RopeConfig(rope_type="linear", theta=base, factor=factor)
-    low, high = rope.positive_float("low_freq_factor"), rope.positive_float("high_freq_factor")
-    if high <= low:
-        raise rope.error("high_freq_factor", high, f'above "low_freq_factor" ({low})')
-    return RopeConfig(
-        rope_type="llama3",
-        theta=base,
-        factor=factor,
-        low_freq_factor=low,
-        high_freq_factor=high,
-        original_max_position_embeddings=rope.positive_int(
-            "original_max_position_embeddings", max_position_embeddings
-        ),
-    )
 
 
 def refuse_quantization(reader: ConfigReader) -> None:
@@ -323,8 +203,7 @@ def parse_model_config(reader: ConfigReader, family: Family) -> ModelConfig:
     max_positions = reader.positive_int(
         "max_position_embeddings", family.default_max_position_embeddings
     )
-    if family.has_sliding_window:
-        _refuse_sliding_window(reader, family, max_positions)
+    num_layers = reader.positive_int("num_hidden_layers")
 
     def bias(rule: bool | str) -> bool:
         return reader.flag(rule) if isinstance(rule, str) else rule
@@ -338,13 +217,20 @@ def parse_model_config(reader: ConfigReader, family: Family) -> ModelConfig:
         mlp_bias=bias(family.mlp_bias),
         qk_norm=family.qk_norm,
         vocab_size=reader.positive_int("vocab_size"),
-        num_layers=reader.positive_int("num_hidden_layers"),
+        num_layers=num_layers,
         max_position_embeddings=max_positions,
-        rope=parse_rope(reader, max_positions),
+        rope=parse_rope(
+            reader,
+            max_positions,
+            default_theta=family.default_rope_theta,
+            head_dim=sizes["head_dim"],
+        ),
         tie_word_embeddings=reader.flag("tie_word_embeddings"),
         dtype=_parse_dtype(reader),
         bos_token_id=bos_ids[0] if bos_ids else None,
         eos_token_ids=reader.ids("eos_token_id"),
+        layer_windows=_parse_windows(reader, family, num_layers),
+        experts=None if family.experts is None else _parse_experts(reader, family.experts),
     )
 
 
@@ -359,20 +245,59 @@ def _parse_dtype(reader: ConfigReader) -> str | None:
     return name
 
 
-def _refuse_sliding_window(reader: ConfigReader, family: Family, max_positions: int) -> None:
-    """A window as long as the context changes nothing; a shorter one is refused."""
+def _parse_windows(reader: ConfigReader, family: Family, num_layers: int) -> tuple[int, ...]:
+    """The window of each layer; empty where no layer has one."""
+    if not family.has_sliding_window:
+        return ()
     switch = family.sliding_window_switch
     if switch is not None and not reader.flag(switch):
-        return
-    absent = "sliding_window" not in reader.data
-    window = family.default_sliding_window if absent else reader.get("sliding_window")
+        return ()
+    window = family.default_sliding_window
+    if "sliding_window" in reader.data:
+        window = reader.get("sliding_window") and reader.positive_int("sliding_window")
+    if not window:
+        return ()
     layer_types = reader.get("layer_types")
-    if window is None or (layer_types is not None and "sliding_attention" not in layer_types):
-        return
-    if isinstance(window, int) and window >= max_positions:
-        return
-    raise ModelError(
-        f'{reader.source}: "sliding_window" is {window}{" (by default)" if absent else ""}, below '
-        f'"max_position_embeddings" ({max_positions}): sliding-window attention is not supported',
-        hint='use a checkpoint whose "sliding_window" is null',
+    if layer_types is None:
+        first = family.default_max_window_layers or 0
+        if first and reader.get("max_window_layers") == 0:
+            first = 0
+        elif first:
+            first = reader.positive_int("max_window_layers", first)
+        windows = tuple(window if i >= first else 0 for i in range(num_layers))
+        return windows if any(windows) else ()
+    known = ("full_attention", "sliding_attention")
+    good = isinstance(layer_types, list) and len(layer_types) == num_layers
+    if not good or any(kind not in known for kind in layer_types):
+        raise reader.error("layer_types", layer_types, f"{num_layers} of {', '.join(known)}")
+    if family.default_max_window_layers is None and known[0] in layer_types:
+        raise reader.error(
+            "layer_types", layer_types, f'"{known[1]}" throughout for {family.architecture}'
+        )
+    windows = tuple(window if kind == known[1] else 0 for kind in layer_types)
+    return windows if any(windows) else ()
+
+
+def _parse_experts(reader: ConfigReader, rules: ExpertRules) -> ExpertsConfig:
+    num_layers = reader.positive_int("num_hidden_layers")
+    keys = [key for key in rules.count_keys if reader.get(key) is not None]
+    count_key = keys[0] if keys else rules.count_keys[0]
+    num_experts = reader.positive_int(count_key, rules.default_count)
+    num_chosen = reader.positive_int("num_experts_per_tok", rules.default_num_chosen)
+    if num_chosen > num_experts:
+        raise reader.error(
+            "num_experts_per_tok", num_chosen, f'at most "{count_key}" ({num_experts})'
+        )
+    layers = frozenset(range(num_layers))
+    if rules.has_dense_layers:
+        step = reader.positive_int("decoder_sparse_step", 1)
+        dense = reader.ids("mlp_only_layers")
+        layers = frozenset(i for i in layers if (i + 1) % step == 0 and i not in dense)
+    return ExpertsConfig(
+        num_experts=num_experts,
+        num_chosen=num_chosen,
+        intermediate_size=reader.positive_int(rules.size_key),
+        normed=reader.flag(rules.normed) if isinstance(rules.normed, str) else rules.normed,
+        layers=layers,
+        rules=rules,
     )

@@ -11,8 +11,9 @@ from torch.nn import functional
 
 from specgen.models.attention import Attention, AttentionMetadata, KVCache
 from specgen.models.config import ModelConfig
+from specgen.models.experts import RoutedMLP
 from specgen.models.layers import GatedMLP, RMSNorm, empty_parameter
-from specgen.models.rotary import TABLE_MARGIN, build_cos_sin
+from specgen.models.rotary import TABLE_MARGIN, build_cos_sin, rope_note
 
 if TYPE_CHECKING:
     from specgen.kernels import Kernels
@@ -26,17 +27,27 @@ class DecoderLayer(nn.Module):
     def __init__(
         self,
         config: ModelConfig,
+        index: int,
         kernels: Kernels,
         *,
+        window: int = 0,
         device: torch.device | str,
         dtype: torch.dtype,
     ) -> None:
+        """Allocate uninitialised parameters of layer ``index``; ``window`` as in Attention."""
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
         self.input_norm = RMSNorm(size, eps, kernels, device=device, dtype=dtype)
-        self.attention = Attention(config, kernels, device=device, dtype=dtype)
+        self.attention = Attention(config, kernels, window=window, device=device, dtype=dtype)
         self.post_attention_norm = RMSNorm(size, eps, kernels, device=device, dtype=dtype)
-        self.mlp = GatedMLP(config, kernels, device=device, dtype=dtype)
+        experts = config.experts
+        self.mlp: GatedMLP | RoutedMLP
+        if experts is not None and index in experts.layers:
+            self.mlp = RoutedMLP(size, experts, kernels, device=device, dtype=dtype)
+            self._mlp_name = experts.rules.block
+        else:
+            self.mlp = GatedMLP(config, kernels, device=device, dtype=dtype)
+            self._mlp_name = "mlp"
 
     def forward(
         self,
@@ -57,7 +68,7 @@ class DecoderLayer(nn.Module):
             self.input_norm.slots(f"{prefix}.input_layernorm")
             | self.attention.slots(f"{prefix}.self_attn")
             | self.post_attention_norm.slots(f"{prefix}.post_attention_layernorm")
-            | self.mlp.slots(f"{prefix}.mlp")
+            | self.mlp.slots(f"{prefix}.{self._mlp_name}")
         )
 
 
@@ -65,8 +76,10 @@ class Decoder(nn.Module):
     """A Llama-shaped causal decoder over paged caches.
 
     Nothing in :meth:`forward` depends on the data of a tensor, so a pass can be captured in a CUDA
-    graph. No parameter requires a gradient.
+    graph. No parameter requires a gradient. ``notes`` say what a user should know of the target.
     """
+
+    capturable = True
 
     def __init__(
         self,
@@ -74,6 +87,7 @@ class Decoder(nn.Module):
         kernels: Kernels,
         aux_layers: tuple[int, ...] = (),
         *,
+        max_model_len: int | None = None,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -83,6 +97,7 @@ class Decoder(nn.Module):
             config: the target's configuration.
             kernels: the operations to run on.
             aux_layers: ascending boundaries ``0..num_layers`` whose streams to return.
+            max_model_len: tokens of the longest row; None: as many as the model has positions.
             device: where parameters live.
             dtype: of parameters and activations.
         """
@@ -94,12 +109,23 @@ class Decoder(nn.Module):
         self.num_layers = config.num_layers
         self.num_kv_heads = config.num_kv_heads
         self.head_dim = config.head_dim
+        longest = max_model_len or config.max_position_embeddings
+        num_positions = longest + TABLE_MARGIN
+        note = rope_note(config.rope, longest)
+        self.notes: tuple[str, ...] = () if note is None else (note,)
         self.embed_weight = empty_parameter(
             config.vocab_size, config.hidden_size, device=device, dtype=dtype
         )
         self.layers = nn.ModuleList(
-            DecoderLayer(config, kernels, device=device, dtype=dtype)
-            for _ in range(config.num_layers)
+            DecoderLayer(
+                config,
+                i,
+                kernels,
+                window=config.window_of(i) if config.window_of(i) < num_positions else 0,
+                device=device,
+                dtype=dtype,
+            )
+            for i in range(config.num_layers)
         )
         self.norm = RMSNorm(
             config.hidden_size, config.rms_norm_eps, kernels, device=device, dtype=dtype
@@ -109,7 +135,6 @@ class Decoder(nn.Module):
             if config.tie_word_embeddings
             else empty_parameter(config.vocab_size, config.hidden_size, device=device, dtype=dtype)
         )
-        num_positions = config.max_position_embeddings + TABLE_MARGIN
         self.register_buffer(
             "cos_sin",
             build_cos_sin(config.rope, config.head_dim, num_positions, device),

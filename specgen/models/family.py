@@ -4,7 +4,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Family"]
+__all__ = ["ExpertRules", "Family"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertRules:
+    """How a family of mixtures of experts names and routes its experts."""
+
+    count_keys: tuple[str, ...]
+    """Keys that may hold the number of experts; the first that is there counts."""
+    default_count: int
+    size_key: str
+    """Key of an expert's inner size."""
+    default_num_chosen: int
+    """Experts a token goes to, when ``num_experts_per_tok`` is absent."""
+    normed: bool | str
+    """Whether the chosen experts' probabilities are scaled to sum to 1, or the key that says."""
+    block: str
+    """Name of the block in a layer: it holds ``gate`` and ``experts.{i}``."""
+    projections: tuple[str, str, str]
+    """Names of an expert's gate, up and down projections."""
+    has_dense_layers: bool = False
+    """Whether ``decoder_sparse_step`` and ``mlp_only_layers`` leave some layers without experts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,3 +54,8 @@ class Family:
     """The window when ``sliding_window`` is absent (null always means none)."""
     sliding_window_switch: str | None = None
     """Boolean key without which ``sliding_window`` is ignored."""
+    default_max_window_layers: int | None = None
+    """First layer with a window, when neither ``layer_types`` nor ``max_window_layers`` says; None:
+    every layer has it."""
+    default_rope_theta: float = 10000.0
+    experts: ExpertRules | None = None

@@ -1,4 +1,4 @@
-"""Mistral: Llama's blocks; the early ones limit attention to a window."""
+"""Mistral: Llama's blocks; the early ones limit attention to a window of recent tokens."""
 
 from __future__ import annotations
 

@@ -14,4 +14,5 @@ QWEN2 = Family(
     has_sliding_window=True,
     default_sliding_window=4096,
     sliding_window_switch="use_sliding_window",
+    default_max_window_layers=28,
 )

@@ -9,12 +9,14 @@ from specgen.models.config import ConfigReader, ModelConfig, parse_model_config
 from specgen.models.family import Family
 from specgen.models.llama import LLAMA
 from specgen.models.mistral import MISTRAL
+from specgen.models.mixtral import MIXTRAL
 from specgen.models.qwen2 import QWEN2
 from specgen.models.qwen3 import QWEN3
+from specgen.models.qwen3_moe import QWEN3_MOE
 
 __all__ = ["FAMILIES", "find_family", "read_model_config"]
 
-FAMILIES: tuple[Family, ...] = (LLAMA, QWEN2, QWEN3, MISTRAL)
+FAMILIES: tuple[Family, ...] = (LLAMA, QWEN2, QWEN3, QWEN3_MOE, MISTRAL, MIXTRAL)
 
 
 def find_family(reader: ConfigReader) -> Family:

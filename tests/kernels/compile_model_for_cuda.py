@@ -94,6 +94,10 @@ def run_model_kernels(kernels: Any, dtype: torch.dtype, head_dim: int) -> None:
             64,
             **options,
         )
+    pairs, experts = i32(5 * 16), i32(5)
+    weights = torch.zeros(4, 96, head_dim, dtype=dtype)
+    kernels.grouped.grouped_linear(q.flatten(0, 2), weights, pairs, experts, 2)
+    kernels.grouped.grouped_linear(q.flatten(0, 2), weights, i32(5 * 64), experts, 2)
     x, weight = torch.zeros(3, 4096, dtype=dtype), torch.ones(4096, dtype=dtype)
     kernels.norm.rms_norm(x, weight, 1e-5)
     kernels.norm.rms_norm_residual(x, x, weight, 1e-5)

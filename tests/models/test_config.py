@@ -24,6 +24,8 @@ LLAMA: dict[str, Any] = {
 MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"], "num_key_value_heads": 2}
 QWEN2 = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "num_key_value_heads": 2}
 QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "num_key_value_heads": 2}
+MIXTRAL = LLAMA | {"architectures": ["MixtralForCausalLM"], "num_key_value_heads": 2}
+QWEN3_MOE = QWEN3 | {"architectures": ["Qwen3MoeForCausalLM"], "moe_intermediate_size": 32}
 SCALED = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
@@ -101,6 +103,10 @@ def test_rope_parameters_come_first() -> None:
         {"rope_type": "llama3", "rope_theta": 5e5, "original_max_position_embeddings": 64}
         | SCALED
         | {"factor": 32.0},
+        {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "beta_fast": 20.0}
+        | {"original_max_position_embeddings": 512},
+        {"rope_type": "yarn", "rope_theta": 1e4, "factor": 32.0, "truncate": False}
+        | {"original_max_position_embeddings": 64, "attention_factor": 1.5},
     ],
 )
 def test_rope_tables_equal_transformers(rope: dict[str, Any]) -> None:
@@ -111,7 +117,9 @@ def test_rope_tables_equal_transformers(rope: dict[str, Any]) -> None:
         LlamaConfig(hidden_size=512, num_attention_heads=4, rope_parameters=dict(rope))
     )
     mine = parse(LLAMA, head_dim=128, rope_parameters=rope).rope
-    torch.testing.assert_close(inverse_frequencies(mine, 128), theirs.inv_freq, rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(
+        inverse_frequencies(mine, 128, 2048), theirs.inv_freq, rtol=1e-6, atol=0.0
+    )
     cos, sin = theirs(torch.zeros(1), torch.arange(3000)[None])
     table = build_cos_sin(mine, 128, 3000, "cpu")
     assert table.dtype == torch.float32
@@ -138,9 +146,13 @@ def test_rope_tables_equal_transformers(rope: dict[str, Any]) -> None:
         ({"eos_token_id": "</s>"}, ["eos_token_id", "</s>"]),
         ({"dtype": "float8"}, ["dtype", "float8", "bfloat16"]),
         ({"quantization_config": {"quant_method": "gptq"}}, ["quantization_config", "gptq"]),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ["yarn", "supported"]),
-        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, ["dynamic"]),
-        ({"rope_parameters": {"rope_type": "longrope"}}, ["rope_parameters", "longrope"]),
+        ({"rope_scaling": {"rope_type": "mrope", "factor": 4.0}}, ["mrope", "supported", "yarn"]),
+        ({"rope_scaling": {"type": "dynamic"}}, ["rope_scaling", "factor"]),
+        ({"rope_parameters": {"rope_type": "longrope"}}, ["rope_parameters", "short_factor"]),
+        (
+            {"rope_parameters": {"type": "su", "short_factor": [1.0] * 8, "long_factor": [1.0]}},
+            ["long_factor", "8 numbers"],
+        ),
         ({"rope_parameters": {"rope_type": "linear"}}, ["rope_parameters", "factor"]),
         ({"rope_parameters": []}, ["rope_parameters", "object"]),
         ({"rope_parameters": {"full_attention": {}}}, ["differ between layers"]),
@@ -160,32 +172,96 @@ def test_refused(changes: dict[str, Any], parts: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "window"),
+    ("data", "windows"),
     [
-        (MISTRAL | {"max_position_embeddings": 32768}, "4096"),
-        (MISTRAL | {"max_position_embeddings": 32768, "sliding_window": 1024}, "1024"),
-        (QWEN2 | {"use_sliding_window": True, "sliding_window": 512}, "512"),
+        (MISTRAL, (4096, 4096)),
+        (MISTRAL | {"sliding_window": 1024}, (1024, 1024)),
+        (
+            QWEN2 | {"use_sliding_window": True, "sliding_window": 512, "max_window_layers": 1},
+            (0, 512),
+        ),
+        (
+            QWEN2 | {"use_sliding_window": True, "sliding_window": 512, "max_window_layers": 0},
+            (512, 512),
+        ),
         (
             QWEN3
             | {
                 "use_sliding_window": True,
                 "sliding_window": 512,
-                "layer_types": ["full_attention", "sliding_attention"],
+                "layer_types": ["sliding_attention", "full_attention"],
             },
-            "512",
+            (512, 0),
         ),
+        (MIXTRAL | {"sliding_window": 64}, (64, 64)),
     ],
 )
-def test_sliding_windows_are_refused(data: dict[str, Any], window: str) -> None:
-    with pytest.raises(ModelError, match=f'"sliding_window" is {window}'):
+def test_sliding_windows(data: dict[str, Any], windows: tuple[int, ...]) -> None:
+    config = parse(data)
+    assert config.layer_windows == windows
+    assert [config.window_of(i) for i in range(2)] == list(windows)
+
+
+@pytest.mark.parametrize(
+    ("data", "parts"),
+    [
+        (MISTRAL | {"sliding_window": "4k"}, ["sliding_window", "4k"]),
+        (
+            QWEN3
+            | {
+                "use_sliding_window": True,
+                "layer_types": ["chunked_attention", "full_attention"],
+            },
+            ["layer_types", "chunked_attention"],
+        ),
+        (QWEN3 | {"use_sliding_window": True, "layer_types": ["full_attention"]}, ["layer_types"]),
+        (MISTRAL | {"layer_types": ["full_attention", "sliding_attention"]}, ["layer_types"]),
+        (MIXTRAL | {"num_experts_per_tok": 9}, ["num_experts_per_tok", "num_local_experts", "8"]),
+        (QWEN3_MOE | {"norm_topk_prob": 1}, ["norm_topk_prob"]),
+        (QWEN3_MOE | {"moe_intermediate_size": None}, ["moe_intermediate_size", "missing"]),
+    ],
+)
+def test_refused_windows_and_experts(data: dict[str, Any], parts: list[str]) -> None:
+    with pytest.raises(ModelError) as caught:
         parse(data)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_experts() -> None:
+    config = parse(QWEN3_MOE | {"num_hidden_layers": 4, "decoder_sparse_step": 2})
+    assert config.experts is not None
+    assert (config.experts.num_experts, config.experts.num_chosen) == (128, 8)
+    assert (config.experts.intermediate_size, config.experts.normed) == (32, False)
+    assert config.experts.layers == {1, 3}
+    assert parse(LLAMA).experts is None
+    mixtral = parse(MIXTRAL)
+    assert mixtral.experts is not None
+    assert (mixtral.experts.num_experts, mixtral.experts.num_chosen) == (8, 2)
+    assert mixtral.experts.normed
+    assert mixtral.rope.theta == 1e6
+    assert mixtral.activation_width > parse(MISTRAL).activation_width
+
+
+@pytest.mark.parametrize(
+    ("rope", "reach"),
+    [
+        (None, 2048),
+        ({"type": "linear", "factor": 4.0}, 8192),
+        ({"type": "dynamic", "factor": 2.0}, 4096),
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}, 4096),
+        ({"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 512}, 2048),
+        (SCALED | {"type": "llama3"}, 2048),
+    ],
+)
+def test_longest_context(rope: dict[str, Any] | None, reach: int) -> None:
+    assert parse(LLAMA, rope_scaling=rope).longest_context == reach
 
 
 @pytest.mark.parametrize(
     "data",
     [
         MISTRAL | {"sliding_window": None},
-        MISTRAL | {"sliding_window": 4096, "max_position_embeddings": 4096},
         QWEN2 | {"use_sliding_window": False, "sliding_window": 512},
         QWEN2 | {"sliding_window": 512},
         QWEN3
@@ -198,7 +274,7 @@ def test_sliding_windows_are_refused(data: dict[str, Any], window: str) -> None:
     ],
 )
 def test_windows_without_effect_are_accepted(data: dict[str, Any]) -> None:
-    assert parse(data).num_layers == 2
+    assert parse(data).layer_windows == ()
 
 
 def test_key_value_heads_are_required_where_no_default_is_plain() -> None:

@@ -12,6 +12,7 @@ from models.tiny import make_target
 
 from specgen.kernels import select_kernels
 from specgen.models.decoder import Decoder
+from specgen.models.rotary import TABLE_MARGIN
 from specgen.models.weights import load_target
 
 KERNELS = select_kernels("cpu")
@@ -23,6 +24,27 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+
+
+def longrope(**changes: Any) -> dict[str, Any]:
+    steps = [0.1 * i for i in range(8)]
+    return {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "original_max_position_embeddings": 20,
+        "short_factor": [1 + step for step in steps],
+        "long_factor": [1 + 9 * step for step in steps],
+        **changes,
+    }
+
+
+def yarn(**changes: Any) -> dict[str, Any]:
+    base = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0}
+    return {**base, "original_max_position_embeddings": 32, **changes}
+
+
+MIXED = ["sliding_attention", "full_attention"] * 3 + ["full_attention"]
+# Windows and original rope lengths are shorter than the sequences, so that both sides are seen.
 TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("llama", {"num_key_value_heads": 4, "head_dim": 8}),
     "llama3": ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
@@ -38,6 +60,34 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
     "qwen3_bias": ("qwen3", {"attention_bias": True, "head_dim": 32}),
     "mistral": ("mistral", {}),
+    "mistral_window": ("mistral", {"sliding_window": 9}),
+    "qwen2_upper_windows": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 3},
+    ),
+    "qwen3_mixed_windows": (
+        "qwen3",
+        {"use_sliding_window": True, "sliding_window": 9, "layer_types": MIXED},
+    ),
+    "qwen3_moe": ("qwen3_moe", {"norm_topk_prob": True}),
+    "qwen3_moe_some_dense": (
+        "qwen3_moe",
+        {"mlp_only_layers": [1], "decoder_sparse_step": 2, "attention_bias": True},
+    ),
+    "mixtral": ("mixtral", {"sliding_window": 9}),
+    "yarn": ("llama", {"rope_parameters": yarn()}),
+    "yarn_all_keys": (
+        "qwen2",
+        {
+            "rope_parameters": yarn(
+                mscale=1.0, mscale_all_dim=0.7, beta_fast=16.0, beta_slow=2.0, truncate=False
+            )
+        },
+    ),
+    "yarn_attention_factor": (
+        "qwen3",
+        {"rope_parameters": yarn(original_max_position_embeddings=64, attention_factor=0.8)},
+    ),
 }
 LENGTHS = (41, 7, 26)
 
@@ -150,6 +200,55 @@ def test_greedy_outputs_vary(
     """The other tests show little on a model that says the same whatever it reads."""
     choices = torch.cat([logits.argmax(-1) for logits, _ in expected])
     assert choices.unique().numel() >= 10
+
+
+# Ropes that follow from the length: transformers takes that of each pass, the decoder that of the
+# longest row. The definitions agree on passes that are of that length, or on its side of the limit.
+LENGTH_ROPES: dict[str, tuple[dict[str, Any], int, int]] = {
+    "dynamic": (
+        {
+            "max_position_embeddings": 32,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 3.0},
+        },
+        61,
+        61,
+    ),
+    "dynamic_within": (
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 3.0}},
+        256,
+        61,
+    ),
+    "longrope_long": ({"rope_parameters": longrope()}, 256, 61),
+    "longrope_factor": ({"rope_parameters": longrope(factor=4.0)}, 21, 21),
+    "longrope_short": ({"rope_parameters": longrope(attention_factor=1.2)}, 20, 20),
+}
+
+
+@pytest.mark.parametrize("name", LENGTH_ROPES)
+def test_ropes_of_a_length_equal_transformers_at_that_length(tmp_path: Path, name: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    overrides, max_model_len, length = LENGTH_ROPES[name]
+    path = make_target(tmp_path / "t", "llama", **overrides)
+    decoder = load_target(path, device="cpu", kernels=KERNELS, max_model_len=max_model_len)
+    assert len(decoder.notes) == 1
+    assert str(max_model_len) in decoder.notes[0]
+    assert decoder.cos_sin.shape[0] == max_model_len + TABLE_MARGIN
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(4, 96, (length,), generator=generator, dtype=torch.int32)
+    paged = Paged(decoder, 1, length)
+    hidden = []
+    with torch.inference_mode():
+        want = model(ids[None].long()).logits[0]
+        # In chunks: one frequency for all, or the keys of the first would be of another rope.
+        for first in range(0, length, 17):
+            part = ids[first : first + 17]
+            metadata = paged.prefill([(0, first, len(part))])
+            hidden.append(decoder.forward(part, metadata, paged.caches)[0])
+        got = decoder.compute_logits(torch.cat(hidden))
+    assert relative_error(got, want) < 1e-4
+    assert want.argmax(-1).unique().numel() >= 4
 
 
 @pytest.mark.parametrize("aux_layers", [(2, 3, 4), (0, 7), (7,)])

@@ -39,6 +39,30 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+CLASS_PREFIXES = {
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "mixtral": "Mixtral",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "qwen3_moe": "Qwen3Moe",
+    # Not native: these run through transformers.
+    "cohere": "Cohere",
+    "gemma2": "Gemma2",
+    "gemma3": "Gemma3",
+    "gpt_neox": "GPTNeoX",
+    "olmo2": "Olmo2",
+    "phi3": "Phi3",
+}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": None},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
+    "cohere": {"head_dim": ..., "rms_norm_eps": ...},
+    "gpt_neox": {"head_dim": ..., "rms_norm_eps": ..., "num_key_value_heads": ...},
+    "olmo2": {"head_dim": ...},
+    "phi3": {"head_dim": ..., "pad_token_id": 3},
+}
 
 
 def make_target(
@@ -55,20 +79,21 @@ def make_target(
 
     Args:
         path: directory to make.
-        family: ``llama``, ``qwen2``, ``qwen3`` or ``mistral``.
+        family: a key of ``CLASS_PREFIXES``.
         seed: of the weights.
         with_tokenizer: also write a tokenizer of the same vocabulary, with a chat template.
         bigram: blocks of little influence, so that a token depends mostly on the one before (for
             untied embeddings).
         max_shard_size: as ``save_pretrained`` takes it.
-        overrides: configuration keys.
+        overrides: configuration keys; ``...`` removes one.
     """
     import transformers
 
-    prefix = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral"}[family]
-    if family == "mistral":
-        overrides.setdefault("sliding_window", None)
-    config = getattr(transformers, f"{prefix}Config")(**{**SIZES, **overrides})
+    prefix = CLASS_PREFIXES[family]
+    keys = {**SIZES, **DEFAULTS.get(family, {}), **overrides}
+    keys = {key: value for key, value in keys.items() if value is not ...}
+    config_class = "Gemma3TextConfig" if family == "gemma3" else f"{prefix}Config"
+    config = getattr(transformers, config_class)(**keys)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
@@ -100,7 +125,7 @@ def _spread_weights(model: Any, influence: float) -> None:
                 tied = model.config.tie_word_embeddings
                 weight.normal_(0.0, weight.shape[1] ** -0.5 if tied else 1.0)
             else:
-                weight.normal_(0.0, weight.shape[1] ** -0.5)
+                weight.normal_(0.0, weight.shape[-1] ** -0.5)  # experts have a dimension in front
                 if "o_proj" in name or "down_proj" in name:
                     weight.mul_(influence)
 
