@@ -39,6 +39,8 @@ class _Cli(click.Group):
         """Run a command and exit."""
         if not standalone_mode:
             return super().main(args, prog_name, complete_var, standalone_mode=False, **extra)
+        # Commands that can be taken up again say how.
+        extra["obj"] = tuple(sys.argv[1:] if args is None else args)
         try:
             result = super().main(args, prog_name, complete_var, standalone_mode=False, **extra)
             _flush_stdout()

@@ -1,7 +1,8 @@
-"""SIGINT and SIGTERM: stop at once, but never inside a write.
+"""Signals and the time limit: stop at once, but never inside a write.
 
 The first signal raises `StopRun` in the main thread, wherever it is, except in a `held` block,
-where it waits for the block's end. The second leaves without further ado.
+where it waits for the block's end. The second leaves without further ado. The time limit counts as
+a first signal only.
 """
 
 from __future__ import annotations
@@ -9,38 +10,53 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
+from specgen.errors import ExitCode
+
 __all__ = ["Interrupts", "StopRun"]
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopRun(BaseException):
-    """The user, or the system, asked the process to stop."""
+    """The user, the system or the time limit asked the process to stop."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(signum)
         self.signum = signum
 
     @property
+    def timed_out(self) -> bool:
+        """Whether it was the time limit."""
+        return self.signum == signal.SIGALRM
+
+    @property
     def exit_code(self) -> int:
-        """128 + signal number: 130 for SIGINT, 143 for SIGTERM."""
-        return 128 + self.signum
+        """128 + signal number: 130 for SIGINT, 143 for SIGTERM; the time limit is like SIGTERM."""
+        return ExitCode.TERMINATED if self.timed_out else 128 + self.signum
 
 
 class Interrupts:
     """Installs the handlers for the length of a `with` block.
 
+    A signal that is ignored when the block begins stays ignored: that is how `nohup` and shells
+    protect a job.
+
     Args:
         on_leave: called when a second signal ends the process on the spot; must not block.
+        deadline: reading of `time.monotonic` at which to stop; None never stops.
     """
 
-    def __init__(self, on_leave: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, on_leave: Callable[[], None] = lambda: None, deadline: float | None = None
+    ) -> None:
         self._on_leave = on_leave
+        self._deadline = deadline
         self._signum: int | None = None
         self._raised = False
         self._depth = 0
@@ -48,9 +64,15 @@ class Interrupts:
 
     def __enter__(self) -> Interrupts:
         """Install the handlers; in a thread other than the main one nothing can be installed."""
-        if threading.current_thread() is threading.main_thread():
-            for signum in _SIGNALS:
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        for signum in _SIGNALS:
+            if signal.getsignal(signum) is not signal.SIG_IGN:
                 self._previous[signum] = signal.signal(signum, self._handle)
+        if self._deadline is not None:
+            self._previous[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._handle)
+            # A timer of 0 would never go off.
+            signal.setitimer(signal.ITIMER_REAL, max(self._deadline - time.monotonic(), 1e-6))
         return self
 
     def __exit__(
@@ -60,11 +82,15 @@ class Interrupts:
         tb: TracebackType | None,
     ) -> None:
         """Put the former handlers back."""
+        if signal.SIGALRM in self._previous:
+            signal.setitimer(signal.ITIMER_REAL, 0)
         for signum, handler in self._previous.items():
             signal.signal(signum, handler)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         if self._signum is not None:
+            if signum == signal.SIGALRM:
+                return
             self._on_leave()
             os._exit(128 + signum)
         self._signum = signum

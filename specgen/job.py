@@ -6,13 +6,15 @@ Knows nothing of flags or models, so that it can be driven by any engine that ha
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from specgen.display import Display
+from specgen.errors import InputError, OutputError
 from specgen.interrupts import Interrupts
 from specgen.pipeline.request import PromptRow, RequestOutput
+from specgen.request_io.reader import PassedRow
 from specgen.request_io.record import error_message, hint_for, to_record
 from specgen.request_io.writer import RowWriter
 from specgen.stats import RunStats
@@ -26,6 +28,12 @@ class RowEngine(Protocol):
     def generate(self, rows: Iterable[PromptRow]) -> Iterator[RequestOutput]:
         """Results in order of completion; rows are pulled as they can be taken."""
 
+    def take_finished(self) -> list[RequestOutput]:
+        """Rows that are finished, but that `generate` has not handed out when it was stopped.
+
+        The row it handed out last may be among them.
+        """
+
 
 @dataclass
 class Job:
@@ -35,16 +43,18 @@ class Job:
         writer: takes one record a row, bad rows included.
         display: told of every finished row.
         interrupts: keeps signals out of the moment in which a row is written and counted.
-        return_token_ids: whether records hold the generated ids.
+        formatter: makes the record of a row.
+        max_errors: stop when more rows than this have failed; None never stops.
         stats: accounts of the rows finished so far.
-        num_rows: rows read so far.
+        num_rows: rows read so far, those of other shards and of earlier runs included.
         complete: set by the caller once the output is whole.
     """
 
     writer: RowWriter
     display: Display
     interrupts: Interrupts
-    return_token_ids: bool = False
+    formatter: Callable[[RequestOutput], dict[str, Any]] = to_record
+    max_errors: int | None = None
     stats: RunStats = field(default_factory=RunStats)
     num_rows: int = 0
     complete: bool = False
@@ -52,34 +62,62 @@ class Job:
     def __post_init__(self) -> None:
         """Start the hash of the whole input."""
         self._input_hash = hashlib.blake2b(digest_size=16)
+        self._last: RequestOutput | None = None
 
     @property
     def input_hash(self) -> str:
         """32 hex digits over the hashes of the rows read, in input order."""
         return self._input_hash.hexdigest()
 
-    def run(self, engine: RowEngine, rows: Iterable[PromptRow | RequestOutput]) -> None:
-        """Drive all rows to the output; whatever `rows`, engine or writer raise goes through."""
-        self.stats.restart_clock()
-        for output in engine.generate(self._good_rows(rows)):
-            self._accept(output)
+    @property
+    def rows_failed(self) -> int:
+        """Failed rows of the output, those of earlier runs included."""
+        return self.stats.rows_failed + self.stats.rows_kept_failed
 
-    def _good_rows(self, rows: Iterable[PromptRow | RequestOutput]) -> Iterator[PromptRow]:
+    def run(self, engine: RowEngine, rows: Iterable[PromptRow | RequestOutput | PassedRow]) -> None:
+        """Drive all rows to the output; whatever `rows`, engine or writer raise goes through.
+
+        What is finished when that happens is written first, unless it is the writer that fails.
+        """
+        self.stats.restart_clock()
+        try:
+            for output in engine.generate(self._good_rows(rows)):
+                self._accept(output)
+        except (OutputError, BrokenPipeError):
+            raise
+        except BaseException:
+            self.max_errors = None
+            with self.interrupts.held():
+                for output in engine.take_finished():
+                    if output is not self._last:
+                        self._accept(output)
+            raise
+
+    def _good_rows(
+        self, rows: Iterable[PromptRow | RequestOutput | PassedRow]
+    ) -> Iterator[PromptRow]:
         """Rows for the engine; a row that is bad already is written on the way."""
         for item in rows:
             row = item.row if isinstance(item, RequestOutput) else item
             self._input_hash.update(bytes.fromhex(row.input_hash))
             self.num_rows += 1
-            if isinstance(item, RequestOutput):
-                self._accept(item)
-            else:
+            if isinstance(item, PromptRow):
                 yield item
+            elif isinstance(item, RequestOutput):
+                self._accept(item)
+            elif item.kept is not None:
+                self.stats.keep(failed=item.kept.failed)
 
     def _accept(self, output: RequestOutput) -> None:
-        record = to_record(output, return_token_ids=self.return_token_ids)
         with self.interrupts.held():
-            self.writer.write(record)
+            self.writer.write(self.formatter(output))
             self.stats.add(output)
+            self._last = output
         if output.error is not None:
             self.display.warn(error_message(output), hint_for(output.error.code))
         self.display.advance(self.stats)
+        if self.max_errors is not None and self.stats.rows_failed > self.max_errors:
+            raise InputError(
+                f"{self.stats.rows_failed:,} rows have failed, --max-errors is {self.max_errors}",
+                "mend the rows or the settings; --retry-errors then tries failed rows again",
+            )

@@ -191,6 +191,8 @@ class RunStats:
         self.started = time.perf_counter()
         self.rows_ok = 0
         self.rows_failed = 0
+        self.rows_kept = 0
+        self.rows_kept_failed = 0
         self.prompt_tokens = 0
         self.completion_tokens = 0
         self.num_choices = 0
@@ -205,6 +207,11 @@ class RunStats:
     def rows_done(self) -> int:
         """Rows finished, well or not."""
         return self.rows_ok + self.rows_failed
+
+    def keep(self, *, failed: bool) -> None:
+        """Count a row that an earlier run finished; it has no part in any other figure."""
+        self.rows_kept += 1
+        self.rows_kept_failed += failed
 
     def restart_clock(self) -> None:
         """Measure time from now on, for example after the weights are loaded."""
@@ -240,6 +247,7 @@ class RunStats:
                 "done": self.rows_done,
                 "ok": self.rows_ok,
                 "failed": self.rows_failed,
+                "kept": self.rows_kept,
                 "errors": dict(sorted(self.error_codes.items())),
             },
             "choices": self.num_choices,

@@ -30,6 +30,9 @@ class FakeEngine:
                 held = []
         yield from map(self._finish, reversed(held))
 
+    def take_finished(self) -> list[RequestOutput]:
+        return []
+
     def _finish(self, row: PromptRow) -> RequestOutput:
         if row.prompt == "crash":
             raise RuntimeError("the engine broke")

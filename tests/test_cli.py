@@ -21,13 +21,15 @@ from fake_engine import FakeEngine
 import specgen
 from specgen.cli import cli
 from specgen.commands import run as run_command
+from specgen.commands import run_options
 from specgen.commands.run import run
+from specgen.commands.run_options import sampling_of
 from specgen.config import EngineConfig
 from specgen.errors import EnvironmentProblem
 from specgen.interrupts import StopRun
 from specgen.request_io import source
+from specgen.request_io.file_writer import FileWriter
 from specgen.request_io.reader import ReadOptions
-from specgen.request_io.writer import FileWriter
 from specgen.sampling_params import SamplingParams
 
 Invoke = Callable[..., Result]
@@ -46,9 +48,10 @@ def options(monkeypatch: pytest.MonkeyPatch, engine: FakeEngine) -> list[Any]:
 
     def load(given: Any) -> tuple[FakeEngine, SamplingParams]:
         seen.append(given)
-        return engine, run_command._sampling(given.sampling, {"top_k": 5})
+        return engine, sampling_of(given.sampling, {"top_k": 5})
 
     monkeypatch.setattr(run_command, "_load", load)
+    monkeypatch.setattr(run_command, "_fingerprint", lambda given: {"seed": given.config.seed})
     return seen
 
 
@@ -104,7 +107,9 @@ def test_output_file(invoke: Invoke, tmp_path: Path) -> None:
     ]  # fmt: skip
     summary = json.loads((tmp_path / "sum.json").read_text())
     assert summary["complete"] is True
-    assert summary["rows"] == {"done": 6, "ok": 4, "failed": 2, "errors": {"invalid_value": 2}}
+    assert summary["rows"] == {
+        "done": 6, "ok": 4, "failed": 2, "kept": 0, "errors": {"invalid_value": 2},
+    }  # fmt: skip
     assert summary["speculative_decoding"]["acceptance_histogram"] == [0, 0, 6, 0]
     meta = json.loads((tmp_path / "out.jsonl.meta.json").read_text())
     assert meta["versions"]["specgen"] == specgen.__version__
@@ -116,7 +121,8 @@ def test_output_file(invoke: Invoke, tmp_path: Path) -> None:
     again = invoke("run", "in.jsonl", "-o", "out.jsonl")
     assert again.exit_code == 2
     assert again.stderr == (
-        "error: out.jsonl: exists\nhint: choose another -o, or give --overwrite\n"
+        "error: out.jsonl: exists\n"
+        "hint: choose another -o, or give --resume to keep it, --retry-errors or --overwrite\n"
     )
     assert invoke("run", "in.jsonl", "-o", "out.jsonl", "--overwrite").exit_code == 3
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 3
@@ -158,7 +164,7 @@ def test_flags_reach_their_configurations(invoke: Invoke, options: list[Any]) ->
 
 def test_every_flag_is_used() -> None:
     """A flag that goes nowhere would be ignored in silence."""
-    source = Path(run_command.__file__).read_text()
+    source = "".join(Path(m.__file__).read_text() for m in (run_command, run_options))
     for param in run.params:
         assert param.name is not None
         uses = source.count(f'"{param.name}"')
@@ -272,9 +278,7 @@ def test_an_internal_error_keeps_what_was_finished(invoke: Invoke, tmp_path: Pat
     assert "4 finished rows are kept in" in result.stderr
     assert len(rows((tmp_path / "out.jsonl.partial").read_text())) == 4
     assert not (tmp_path / "out.jsonl").exists()
-    again = invoke("run", "in.jsonl", "-o", "out.jsonl")
-    assert again.exit_code == 2
-    assert "left by a run that did not finish" in again.stderr
+    assert "to go on: " in result.stderr
 
 
 @pytest.mark.parametrize("counted", [True, False])

@@ -15,7 +15,8 @@ class Tokenizer:
     """A transformers tokenizer, with the rules that a batch job needs.
 
     Special tokens are added by the tokenizer to plain prompts only: a chat template writes its own,
-    and token ids are taken as they are.
+    and token ids are taken as they are. A plain prompt that begins with the text of the BOS token,
+    as one rendered elsewhere does, gets no second one.
 
     Args:
         directory: Local tokenizer directory.
@@ -40,7 +41,7 @@ class Tokenizer:
                 "give a directory with tokenizer files in --tokenizer",
             ) from error
         if chat_template is not None:
-            self._tokenizer.chat_template = _read_template(chat_template)
+            self._tokenizer.chat_template = read_template(chat_template)
 
     @property
     def eos_token_id(self) -> int | None:
@@ -75,6 +76,9 @@ class Tokenizer:
             token_ids = self._encode_text(self._render(row), add_special_tokens=False)
         else:
             token_ids = self._encode_text(row.prompt or "", add_special_tokens=True)
+            bos = self._tokenizer.bos_token_id
+            if bos is not None and token_ids[:2] == (bos, bos):
+                token_ids = token_ids[1:]
         if not token_ids or row.prompt == "":
             raise RequestError("empty_prompt", '"prompt" is empty', row.line)
         return token_ids
@@ -110,8 +114,12 @@ class Tokenizer:
         return text
 
 
-def _read_template(template: str) -> str:
-    """The template itself, or the content of the file it names."""
+def read_template(template: str) -> str:
+    """The template itself, or the content of the file it names.
+
+    Raises:
+        ModelError: the file cannot be read.
+    """
     if "{" not in template and "\n" not in template:
         try:
             return Path(os.fspath(template)).read_text(encoding="utf-8")

@@ -15,16 +15,18 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from specgen.errors import RequestError
 from specgen.pipeline.request import PromptRow, RequestOutput
+from specgen.request_io.partial import Head
+from specgen.request_io.shard import WHOLE, Shard
 from specgen.request_io.source import MAX_LINE_BYTES, RawLine, read_lines
 from specgen.sampling_params import SamplingParams, looks_like_sampling_key
 
-__all__ = ["ReadOptions", "parse_line", "read_rows"]
+__all__ = ["PassedRow", "ReadOptions", "parse_line", "read_rows"]
 
 ApplyChatTemplate = Literal["auto", "always", "never"]
 
@@ -47,7 +49,8 @@ class ReadOptions:
         apply_chat_template: `auto` uses the template for `messages`, and for prompt strings only
             if there is a system prompt to put before them; `always` makes every prompt string a
             user message; `never` refuses `messages`. Token ids are never touched.
-        limit: read at most so many rows.
+        limit: read at most so many rows of the whole input.
+        shard: the rows to parse; others are passed by.
     """
 
     sampling: SamplingParams = field(default_factory=SamplingParams)
@@ -56,6 +59,16 @@ class ReadOptions:
     system_prompt: str | None = None
     apply_chat_template: ApplyChatTemplate = "auto"
     limit: int | None = None
+    shard: Shard = WHOLE
+
+
+@dataclass(frozen=True, slots=True)
+class PassedRow:
+    """A line that needs no work: of another shard, or finished by an earlier run (`kept`)."""
+
+    index: int
+    input_hash: str
+    kept: Head | None = None
 
 
 class _RefusedError(Exception):
@@ -66,16 +79,31 @@ class _RefusedError(Exception):
         self.code = code
 
 
-def read_rows(paths: Sequence[str], options: ReadOptions) -> Iterator[PromptRow | RequestOutput]:
+def read_rows(
+    paths: Sequence[str],
+    options: ReadOptions,
+    keep: Callable[[int, str], Head | None] = lambda index, input_hash: None,
+) -> Iterator[PromptRow | RequestOutput | PassedRow]:
     """Rows of all inputs, lazily and in order; a bad line comes as a finished `RequestOutput`.
+
+    Args:
+        paths: files, or `-`.
+        options: how lines become rows.
+        keep: told index and hash of a line, returns what an earlier run left of it, if anything.
 
     Raises:
         InputError: an input that cannot be read (further).
     """
     if options.limit == 0:
         return
+    whole = options.shard.count == 1
     for index, raw in enumerate(read_lines(paths)):
-        yield parse_line(raw, index, options)
+        if not (whole or options.shard.owns(index)):
+            yield PassedRow(index, raw.digest)
+        elif (kept := keep(index, raw.digest)) is not None:
+            yield PassedRow(index, raw.digest, kept)
+        else:
+            yield parse_line(raw, index, options)
         if options.limit is not None and index + 1 >= options.limit:
             return
 

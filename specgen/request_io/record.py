@@ -13,7 +13,7 @@ from typing import Any
 from specgen.pipeline.request import ChoiceOutput, PromptRow, RequestOutput
 from specgen.stats import SpeculationStats
 
-__all__ = ["RESERVED_KEYS", "encode", "error_message", "hint_for", "to_record"]
+__all__ = ["RESERVED_KEYS", "encode", "error_message", "head", "hint_for", "to_record"]
 
 #: Keys the output owns; data keys of these names go under "input".
 RESERVED_KEYS = frozenset(
@@ -33,19 +33,21 @@ _HINTS = {
 
 
 def to_record(output: RequestOutput, *, return_token_ids: bool = False) -> dict[str, Any]:
-    """The JSON object of a finished row; its first keys are `index` and `input_hash`.
+    """The JSON object of a finished row.
+
+    Its first keys are `index`, `input_hash` and `status`, which is all that a resume reads.
 
     Raises:
         AssertionError: the accounts of a choice do not explain its tokens.
     """
     row = output.row
-    record: dict[str, Any] = {"index": row.index, "input_hash": row.input_hash}
+    record = head(output)
     shadowed = {key: value for key, value in row.extras.items() if key in RESERVED_KEYS}
     record.update((k, v) for k, v in row.extras.items() if k not in RESERVED_KEYS)
     if shadowed:
         record["input"] = shadowed
     if output.error is not None:
-        record |= {"status": "error", "choices": [], "usage": None, "seed": None, "metrics": None}
+        record |= {"choices": [], "usage": None, "seed": None, "metrics": None}
         record["error"] = {
             "code": output.error.code,
             "message": error_message(output),
@@ -59,7 +61,6 @@ def to_record(output: RequestOutput, *, return_token_ids: bool = False) -> dict[
         choice.stats.check(len(choice.token_ids))
     total = SpeculationStats.merged(choice.stats for choice in output.choices)
     record |= {
-        "status": "ok",
         "choices": [_choice(c, several, return_token_ids) for c in output.choices],
         "usage": {
             "prompt_tokens": prompt_tokens,
@@ -71,6 +72,15 @@ def to_record(output: RequestOutput, *, return_token_ids: bool = False) -> dict[
         "error": None,
     }
     return record
+
+
+def head(output: RequestOutput) -> dict[str, Any]:
+    """The keys that every line of every output form begins with, in this order."""
+    return {
+        "index": output.row.index,
+        "input_hash": output.row.input_hash,
+        "status": "ok" if output.error is None else "error",
+    }
 
 
 def _choice(choice: ChoiceOutput, several: bool, return_token_ids: bool) -> dict[str, Any]:

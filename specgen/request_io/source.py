@@ -21,7 +21,15 @@ from typing import BinaryIO, cast
 
 from specgen.errors import InputError, UsageError
 
-__all__ = ["MAX_LINE_BYTES", "STDIN", "RawLine", "check_inputs", "count_rows", "read_lines"]
+__all__ = [
+    "MAX_LINE_BYTES",
+    "STDIN",
+    "RawLine",
+    "check_inputs",
+    "count_rows",
+    "hash_rows",
+    "read_lines",
+]
 
 STDIN = "-"
 #: A longer line is no prompt but a file of another kind; it becomes one error row.
@@ -230,6 +238,18 @@ def _digest_of_rest(start: bytes, stream: BinaryIO, ended: bool) -> str:
     while not ended and (more := stream.readline(_BUFFER_BYTES)):
         ended = more.endswith(b"\n")
         digest.update(more.removesuffix(b"\n"))
+    return digest.hexdigest()
+
+
+def hash_rows(paths: Sequence[str], limit: int | None = None) -> str:
+    """32 hex digits over the hashes of the rows of all inputs, in order.
+
+    Raises:
+        InputError: an input cannot be read.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for raw in itertools.islice(read_lines(paths), limit):
+        digest.update(bytes.fromhex(raw.digest))
     return digest.hexdigest()
 
 

@@ -34,7 +34,7 @@ def replace_extras(done: RequestOutput, extras: dict[str, Any]) -> RequestOutput
 def test_a_row() -> None:
     record = to_record(output(choice(), custom_id="q"))
     assert list(record) == [
-        "index", "input_hash", "custom_id", "status", "choices", "usage", "seed", "metrics",
+        "index", "input_hash", "status", "custom_id", "choices", "usage", "seed", "metrics",
         "error",
     ]  # fmt: skip
     assert record["choices"] == [

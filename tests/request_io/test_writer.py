@@ -13,12 +13,15 @@ import jsonlines
 import pytest
 
 from specgen.errors import OutputError, UsageError
-from specgen.request_io import writer as writer_module
-from specgen.request_io.writer import FileWriter, StreamWriter, open_writer
+from specgen.request_io import file_writer
+from specgen.request_io.file_writer import FileWriter, OutputOptions
+from specgen.request_io.writer import StreamWriter, open_writer
+
+OVERWRITE = OutputOptions(overwrite=True)
 
 
 def record(index: int, size: int = 0) -> dict[str, Any]:
-    return {"index": index, "input_hash": f"{index:016x}", "text": "é" * size}
+    return {"index": index, "input_hash": f"{index:016x}", "status": "ok", "text": "é" * size}
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
@@ -43,7 +46,8 @@ def test_rows_come_out_in_input_order(tmp_path: Path, num_rows: int, shuffled: b
     writer.finish(num_rows, {"k": 3})
     assert [row["index"] for row in rows_of(out)] == list(range(num_rows))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out.jsonl", "out.jsonl.meta.json"]
-    assert json.loads((tmp_path / "out.jsonl.meta.json").read_text()) == {"k": 3}
+    meta = json.loads((tmp_path / "out.jsonl.meta.json").read_text())
+    assert (meta["k"], meta["fingerprint"]) == (3, {})
 
 
 def test_each_line_is_one_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,21 +125,21 @@ def test_existing_outputs_are_refused_unless_told_otherwise(tmp_path: Path) -> N
     out.write_text("old\n")
     with pytest.raises(UsageError, match="out: exists"):
         open_writer(str(out))
-    writer = open_writer(str(out), overwrite=True)
+    writer = open_writer(str(out), OVERWRITE)
     writer.write(record(0))
     assert out.read_text() == "old\n"  # until the new one is complete
     writer.finish(1, {})
     assert rows_of(out) == [record(0)]
 
 
-def test_a_leftover_partial_is_refused_unless_told_otherwise(tmp_path: Path) -> None:
+def test_a_partial_of_unknown_settings_is_refused_unless_told_otherwise(tmp_path: Path) -> None:
     partial = tmp_path / "out.partial"
     partial.write_text("old\n")
-    with pytest.raises(UsageError, match="did not finish") as error:
+    with pytest.raises(UsageError, match="its settings are unknown") as error:
         open_writer(str(tmp_path / "out"))
     assert error.value.exit_code == 2
     assert partial.read_text() == "old\n"
-    writer = open_writer(str(tmp_path / "out"), overwrite=True)
+    writer = open_writer(str(tmp_path / "out"), OVERWRITE)
     writer.write(record(0))
     writer.finish(1, {})
     assert rows_of(tmp_path / "out") == [record(0)]
@@ -145,7 +149,7 @@ def test_two_runs_do_not_share_an_output(tmp_path: Path) -> None:
     first = open_writer(str(tmp_path / "out"))
     first.write(record(0))
     with pytest.raises(UsageError, match="another run is writing it"):
-        open_writer(str(tmp_path / "out"), overwrite=True)
+        open_writer(str(tmp_path / "out"), OVERWRITE)
     first.finish(1, {})
     assert rows_of(tmp_path / "out") == [record(0)]
 
@@ -161,9 +165,9 @@ def test_a_partial_renamed_while_it_is_opened_is_not_emptied(
         partial.rename(out)
         real(fd, operation)
 
-    monkeypatch.setattr(writer_module.fcntl, "flock", finish_first)
+    monkeypatch.setattr(file_writer.fcntl, "flock", finish_first)
     with pytest.raises(UsageError, match="another run"):
-        open_writer(str(out), overwrite=True)
+        open_writer(str(out), OVERWRITE)
     assert out.read_text() == "finished by another run\n"
 
 
@@ -173,7 +177,7 @@ def test_a_file_system_without_locks_will_do(
     def no_locks(fd: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(writer_module.fcntl, "flock", no_locks)
+    monkeypatch.setattr(file_writer.fcntl, "flock", no_locks)
     writer = open_writer(str(tmp_path / "out"))
     writer.write(record(0))
     writer.finish(1, {})
@@ -187,11 +191,11 @@ def test_an_input_is_never_the_output(tmp_path: Path) -> None:
     link.symlink_to(data)
     for name in (data, link):
         with pytest.raises(UsageError, match="is an input"):
-            open_writer(str(name), overwrite=True, inputs=("-", str(data)))
+            open_writer(str(name), OVERWRITE, inputs=("-", str(data)))
     partial = tmp_path / "x.partial"
     partial.write_text("{}\n")
     with pytest.raises(UsageError, match="is an input"):
-        open_writer(str(tmp_path / "x"), overwrite=True, inputs=(str(partial),))
+        open_writer(str(tmp_path / "x"), OVERWRITE, inputs=(str(partial),))
     assert data.read_text() == partial.read_text() == "{}\n"
 
 
@@ -226,7 +230,7 @@ def test_input_order_that_does_not_fit_keeps_the_rows(
     writer.write(record(1))
     writer.write(record(0))
     usage = type("Usage", (), {"free": 10})
-    monkeypatch.setattr(writer_module.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(file_writer.shutil, "disk_usage", lambda _: usage)
     with pytest.raises(OutputError, match=r"input order needs .* bytes of disk, 10 are free"):
         writer.finish(2, {})
     assert len(rows_of(tmp_path / "out.partial")) == 2
@@ -243,9 +247,9 @@ def test_rows_reach_the_disk_within_seconds(
         real(fd)
         synced.set()
 
-    monkeypatch.setattr(writer_module, "_FSYNC_SECONDS", 0.01)
-    monkeypatch.setattr(os, "fsync", spy)
+    monkeypatch.setattr(file_writer, "_FSYNC_SECONDS", 0.01)
     writer = open_writer(str(tmp_path / "out"))
+    monkeypatch.setattr(os, "fsync", spy)
     assert not synced.wait(0.1)  # nothing to do yet
     writer.write(record(0))
     assert synced.wait(5)  # though no further row comes
@@ -261,9 +265,9 @@ def test_a_failing_disk_is_noticed_at_the_next_row(
         failed.set()
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(writer_module, "_FSYNC_SECONDS", 0.01)
-    monkeypatch.setattr(os, "fsync", fail)
+    monkeypatch.setattr(file_writer, "_FSYNC_SECONDS", 0.01)
     writer = open_writer(str(tmp_path / "out"))
+    monkeypatch.setattr(os, "fsync", fail)
     assert isinstance(writer, FileWriter)
     writer.write(record(0))
     assert failed.wait(5)

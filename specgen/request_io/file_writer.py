@@ -1,0 +1,445 @@
+"""A file that is complete once it has its name, and whose making survives everything.
+
+`FileWriter` appends every row to `OUT.partial` as it finishes, one whole line a write, so that a
+killed job keeps what it finished. `OUT.partial.meta.json` says under which settings. At the end the
+rows are put in input order and the file takes its name. A later run of the same command finds the
+partial file and goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from specgen.errors import OutputError, UsageError
+from specgen.request_io.fingerprint import Fingerprint, differences
+from specgen.request_io.lines import json_lines, write_all, write_failed
+from specgen.request_io.partial import Head, LineReader, RowIndex, scan
+from specgen.request_io.shard import WHOLE, Shard
+
+__all__ = ["FileWriter", "OutputComplete", "OutputOptions", "beside", "write_file"]
+
+_FSYNC_SECONDS = 5.0
+_COPY_BYTES = 1 << 20
+_START_AGAIN = "give --overwrite to start again"
+
+
+@dataclass(frozen=True, slots=True)
+class OutputOptions:
+    """What to do about an earlier output of the same name, and how to end.
+
+    Attributes:
+        overwrite: start again; a finished output stays until the new one is complete.
+        resume: be content with a finished output.
+        retry_errors: generate failed rows of an earlier run again, in a finished output too.
+        order: `input` puts rows in input order at the end; `completion` leaves them as finished.
+        shard: the rows that this output holds.
+        fingerprint: makes the settings that earlier rows must have been made with; asked only when
+            they are needed, because it looks at models.
+    """
+
+    overwrite: bool = False
+    resume: bool = False
+    retry_errors: bool = False
+    order: Literal["input", "completion"] = "input"
+    shard: Shard = WHOLE
+    fingerprint: Callable[[], Fingerprint] = dict
+
+
+class OutputComplete(Exception):  # noqa: N818 - nothing is wrong
+    """The output is finished, so there is nothing to do.
+
+    Args:
+        meta: what its `OUT.meta.json` says; empty without one.
+    """
+
+    def __init__(self, meta: dict[str, Any]) -> None:
+        super().__init__()
+        self.meta = meta
+
+
+def beside(target: Path, suffix: str) -> Path:
+    """The file next to an output that carries its name and a suffix."""
+    return target.with_name(target.name + suffix)
+
+
+class FileWriter:
+    """Rows into `OUT.partial`, then in input order into `OUT`.
+
+    Memory grows by 8 bytes a row: where its line begins.
+
+    Args:
+        target: the resolved path of `OUT`.
+        path: the name the user gave, for messages.
+        options: what to do about earlier outputs.
+        notify: takes remarks for the user.
+
+    Raises:
+        UsageError: `OUT` exists, or `OUT.partial` was made under other settings, or another run
+            is writing it.
+        OutputComplete: `OUT` is there and `options.resume`.
+        OSError: `OUT.partial` cannot be created.
+    """
+
+    def __init__(
+        self,
+        target: Path,
+        path: str,
+        options: OutputOptions | None = None,
+        *,
+        notify: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self.path: str | None = path
+        self._options = options or OutputOptions()
+        self._target = target
+        self._partial = beside(target, ".partial")
+        self._partial_meta = beside(target, ".partial.meta.json")
+        self._sorted = beside(target, ".sorted")
+        self._meta = beside(target, ".meta.json")
+        self._notify = notify
+        self._created = int(time.time())
+        self._rows = RowIndex(self._options.shard)
+        self._size = 0
+        self._num_lines = 0
+        self._num_rows = 0
+        self._in_order = True
+        self._last_index = -1
+        self._fd = self._open()
+        self._lines = json_lines(self._deliver)
+        self._reader = LineReader(self._fd)
+        self._dirty = False
+        self._sync_error: OSError | None = None
+        self._stop_sync = threading.Event()
+        self._syncer = threading.Thread(target=self._sync_loop, name="fsync", daemon=True)
+        self._syncer.start()
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that the file holds now, of earlier runs and this one."""
+        return self._num_rows
+
+    @property
+    def created(self) -> int:
+        """When the output was begun, by its first run: seconds since 1970."""
+        return self._created
+
+    @cached_property
+    def _fingerprint(self) -> dict[str, Any]:
+        # As it will be read back: tuples are lists in JSON.
+        found: dict[str, Any] = json.loads(json.dumps(dict(self._options.fingerprint())))
+        return found
+
+    # -- opening: what an earlier run left ------------------------------------------------------
+
+    def _open(self) -> int:
+        overwrite = self._options.overwrite
+        if self._target.exists() and not overwrite:
+            self._reopen_finished()
+        fd = os.open(self._partial, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        try:
+            _lock(fd)
+            # Between open and lock its writer may have finished and renamed it: then this
+            # descriptor is the finished output, which must not be touched.
+            if not os.path.samestat(os.fstat(fd), os.stat(self._partial)):
+                raise FileNotFoundError
+            if self._target.exists() and not overwrite:
+                os.unlink(self._partial)
+                raise FileNotFoundError
+            if overwrite:
+                _ = self._fingerprint  # if it cannot be had, the old rows stay
+                os.ftruncate(fd, 0)
+            if os.fstat(fd).st_size:
+                self._take_up(fd)
+            else:
+                self._note_settings()
+        except (BlockingIOError, FileNotFoundError):
+            os.close(fd)
+            raise UsageError(
+                f"{self._partial}: another run is writing it", "choose another output"
+            ) from None
+        except BaseException:
+            if not os.fstat(fd).st_size:
+                os.unlink(self._partial)
+            os.close(fd)
+            raise
+        return fd
+
+    def _reopen_finished(self) -> None:
+        """`OUT` exists: be content, refuse, or make it a partial output with rows to retry."""
+        options = self._options
+        if not options.resume and not options.retry_errors:
+            raise UsageError(
+                f"{self.path}: exists",
+                "choose another -o, or give --resume to keep it, --retry-errors or --overwrite",
+            )
+        meta = _read_json(self._meta)
+        if meta is not None:
+            self._compare(meta, str(self.path))
+        if not options.retry_errors:
+            self._clear_leftovers()
+            raise OutputComplete(meta or {})
+        if meta is None:
+            raise UsageError(
+                f"{self.path}: {self._meta.name} is missing, so its settings are unknown",
+                _START_AGAIN,
+            )
+        rows = RowIndex(options.shard)
+        with open(self._target, "rb") as file:
+            scan(file.fileno(), rows)
+        if not rows.drop_failed():
+            raise OutputComplete(meta)
+        self._created = int(meta.get("created", self._created))
+        self._note_settings()
+        os.rename(self._target, self._partial)
+
+    def _clear_leftovers(self) -> None:
+        """Remove what a run killed just after it had completed `OUT` left beside it."""
+        for path in (self._partial, self._partial_meta, self._sorted):
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+
+    def _take_up(self, fd: int) -> None:
+        """Go on after the last whole line of the partial output."""
+        meta = _read_json(self._partial_meta)
+        if meta is None:
+            raise UsageError(
+                f"{self._partial}: its settings are unknown, {self._partial_meta.name} is missing",
+                _START_AGAIN,
+            )
+        self._compare(meta, str(self._partial))
+        self._created = int(meta.get("created", self._created))
+        found = scan(fd, self._rows)
+        torn = os.fstat(fd).st_size - found.size
+        if torn:
+            os.ftruncate(fd, found.size)
+            self._notify(f"cut {torn:,} bytes of a torn line from {self._partial}")
+        if found.num_damaged:
+            self._notify(f"{self._partial}: {found.num_damaged:,} damaged lines are ignored")
+        if self._options.retry_errors:
+            self._notify(f"{self._rows.drop_failed():,} failed rows will be tried again")
+        self._size, self._num_lines = found.size, found.num_lines
+        self._in_order, self._last_index = found.in_order, found.last_index
+        self._num_rows = self._rows.count()
+        self._notify(f"resuming: {self._num_rows:,} rows are in {self._partial} already")
+
+    def _compare(self, meta: Mapping[str, Any], name: str) -> None:
+        """Refuse to mix rows made under different settings."""
+        changed = differences(meta.get("fingerprint", {}), self._fingerprint)
+        if changed:
+            raise UsageError(
+                f"{name}: was made with other settings:\n  " + "\n  ".join(changed),
+                "give the former settings, choose another -o, or give --overwrite",
+            )
+
+    def _note_settings(self) -> None:
+        meta = {"created": self._created, "fingerprint": self._fingerprint}
+        _write_json(self._partial_meta, meta)
+
+    # -- rows -----------------------------------------------------------------------------------
+
+    def keep(self, index: int, input_hash: str) -> Head | None:
+        """Head of the row's line of an earlier run; None if there is none of the same input line.
+
+        A line of another input is forgotten: the row has changed and will be written again.
+        """
+        offset = self._rows.offset(index)
+        if offset < 0:
+            return None
+        head = self._reader.head(offset)
+        if head is not None and (head.index, head.input_hash) == (index, input_hash):
+            return head
+        self._rows.drop(index)
+        self._num_rows -= 1
+        return None
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append one row.
+
+        Raises:
+            OutputError: the disk is full or fails; the file then ends with the row before.
+        """
+        index = int(record["index"])
+        assert self._rows.offset(index) < 0, f"row {index} is written twice"
+        start = self._size
+        self._lines.write(record)
+        self._rows.put(index, start, record.get("status") == "error")
+        self._num_rows += 1
+        self._num_lines += 1
+        self._in_order &= index > self._last_index
+        self._last_index = index
+
+    def _deliver(self, line: bytes) -> None:
+        try:
+            if self._sync_error is not None:
+                raise self._sync_error
+            write_all(self._fd, line)
+        except OSError as error:
+            # Never leave half a line behind.
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._fd, self._size)
+            raise write_failed(str(self._partial), "cannot be written", error) from error
+        self._size += len(line)
+        self._dirty = True
+
+    def _sync_loop(self) -> None:
+        while not self._stop_sync.wait(_FSYNC_SECONDS):
+            if self._dirty:
+                self._dirty = False
+                try:
+                    os.fsync(self._fd)
+                except OSError as error:
+                    self._sync_error = error
+                    return
+
+    def _end_sync(self) -> None:
+        self._stop_sync.set()
+        self._syncer.join()
+
+    # -- the end --------------------------------------------------------------------------------
+
+    def finish(self, num_rows: int, meta: Mapping[str, Any]) -> None:
+        """Complete the output of an input of `num_rows` rows, and give the file its name.
+
+        Lines of rows that are no longer in the input are left out.
+
+        Raises:
+            OutputError: no space for the ordered copy, or the disk fails; `OUT.partial` stays.
+        """
+        expected = self._options.shard.num_rows(num_rows)
+        missing = list(self._rows.missing(expected))
+        assert not missing, f"rows without an output line: {missing[:10]}"
+        self._rows.truncate(expected)
+        self._end_sync()
+        result = self._partial
+        try:
+            if self._sync_error is not None:
+                raise self._sync_error
+            os.fsync(self._fd)
+            all_live = self._num_lines == expected
+            if self._options.order == "completion":
+                if not all_live:
+                    self._write_copy(sorted(self._rows.offsets()))
+                    result = self._sorted
+            elif not (all_live and self._in_order):
+                self._write_copy(self._rows.offsets())
+                result = self._sorted
+            _write_json(
+                self._meta,
+                {**meta, "created": self._created, "fingerprint": self._fingerprint},
+            )
+            os.rename(result, self._target)
+            if result != self._partial:
+                os.unlink(self._partial)
+            os.unlink(self._partial_meta)
+            _sync_directory(self._target.parent)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self._sorted.unlink(missing_ok=True)
+            raise write_failed(self.path, "cannot be completed", error) from error
+        finally:
+            self._close()
+
+    def _write_copy(self, offsets: Iterable[int]) -> None:
+        """Copy the lines at `offsets`, in that order, to `OUT.sorted`."""
+        free = shutil.disk_usage(self._target.parent).free
+        if free < self._size:
+            raise OutputError(
+                f"{self.path}: input order needs {self._size:,} bytes of disk, {free:,} are free",
+                f"all rows are in {self._partial}; free some space and give the same command "
+                "again, or give --order completion",
+            )
+        if self._size >= 1 << 30:
+            self._notify(f"putting {self._size:,} bytes in input order ({free:,} bytes are free)")
+        with open(self._sorted, "wb", buffering=_COPY_BYTES) as out:
+            write, line = out.write, self._reader.line
+            for offset in offsets:
+                write(line(offset))
+            out.flush()
+            os.fsync(out.fileno())
+
+    def abort(self) -> str | None:
+        """Keep `OUT.partial`, unless it holds nothing."""
+        if self._fd < 0:  # completing it failed
+            return str(self._partial) if self._partial.exists() else None
+        self._end_sync()
+        kept: str | None = str(self._partial)
+        with contextlib.suppress(OSError):
+            if self._size:
+                os.fsync(self._fd)
+            else:
+                os.unlink(self._partial)
+                os.unlink(self._partial_meta)
+                kept = None
+        self._close()
+        return kept
+
+    def _close(self) -> None:
+        if self._fd >= 0:
+            fd, self._fd = self._fd, -1
+            with contextlib.suppress(OSError):
+                os.close(fd)
+
+
+def _lock(fd: int) -> None:
+    """Take the file for this process, where the file system knows locks.
+
+    Raises:
+        BlockingIOError: another process has it.
+    """
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+            raise
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    """The object in a file; None where there is none."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    write_file(path, text.encode())
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Put a small file in place whole, or not at all."""
+    scratch = beside(path, ".tmp")
+    try:
+        with open(scratch, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(scratch, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            scratch.unlink(missing_ok=True)
+        raise
+
+
+def _sync_directory(directory: Path) -> None:
+    """Make a rename durable, where the file system can."""
+    with contextlib.suppress(OSError):
+        fd = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)

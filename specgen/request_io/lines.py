@@ -1,0 +1,57 @@
+"""Output lines on their way to a descriptor, each in one piece."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+from collections.abc import Callable
+from typing import Any, BinaryIO, cast
+
+import jsonlines
+
+from specgen.errors import OutputError
+from specgen.request_io.record import encode
+
+__all__ = ["json_lines", "write_all", "write_failed"]
+
+
+def write_failed(path: str | None, what: str, error: Exception) -> OutputError:
+    """The error of an output: its name, what could not be done, and why."""
+    reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    hint = None
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        hint = "free some space"
+    return OutputError(f"{path or '<stdout>'}: {what}: {reason}", hint)
+
+
+def write_all(fd: int, data: bytes) -> None:
+    """Write everything, however little the system takes at a time."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+class _LineSink(io.RawIOBase):
+    """Gathers what jsonlines writes in pieces, and passes each line on in one piece."""
+
+    def __init__(self, deliver: Callable[[bytes], None]) -> None:
+        self._deliver = deliver
+        self._parts: list[bytes] = []
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self._parts.append(bytes(data))
+        return len(data)
+
+    def flush(self) -> None:
+        line, self._parts = b"".join(self._parts), []
+        if line:
+            self._deliver(line)
+
+
+def json_lines(deliver: Callable[[bytes], None]) -> jsonlines.Writer:
+    """A writer of records that passes each line to `deliver` as one piece of bytes."""
+    return jsonlines.Writer(cast(BinaryIO, _LineSink(deliver)), dumps=encode, flush=True)

@@ -1,0 +1,313 @@
+"""Runs that end early and go on, through the command line with a fake engine."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from fake_engine import FakeEngine
+
+from specgen.cli import cli
+from specgen.commands import run as run_command
+from specgen.sampling_params import SamplingParams
+
+Invoke = Callable[..., Result]
+
+
+class Engine(FakeEngine):
+    """Breaks when it has finished `left` rows; remembers what it was asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = 10**9
+
+    def _finish(self, row: Any) -> Any:
+        if not self.left:
+            raise RuntimeError("the engine broke")
+        self.left -= 1
+        return super()._finish(row)
+
+    def asked(self) -> list[int]:
+        indices = [row.index for row in self.seen]
+        self.seen.clear()
+        return indices
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine()
+
+
+@pytest.fixture
+def settings() -> dict[str, Any]:
+    return {"temperature": 1.0, "model": {"digest": "aa", "path": "m"}}
+
+
+@pytest.fixture
+def invoke(
+    engine: Engine, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Invoke:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run_command, "_load", lambda _: (engine, SamplingParams()))
+    monkeypatch.setattr(run_command, "_fingerprint", lambda _: dict(settings))
+    Path("in.jsonl").write_text("".join(f'{{"prompt": "row {i}"}}\n' for i in range(30)))
+
+    def call(*args: str, **extra: Any) -> Result:
+        return CliRunner().invoke(cli, ["run", "in.jsonl", "-o", "out", *args], **extra)
+
+    return call
+
+
+def rows(path: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def interrupt(invoke: Invoke, engine: Engine, after: int, *args: str) -> Result:
+    engine.left = after
+    result = invoke(*args)
+    assert result.exit_code == 1
+    engine.left = 10**9
+    engine.seen.clear()
+    return result
+
+
+def test_a_run_goes_on_where_it_ended(invoke: Invoke, engine: Engine) -> None:
+    assert invoke("--overwrite").exit_code == 0
+    whole = Path("out").read_bytes()
+    Path("out").unlink()
+    result = interrupt(invoke, engine, 13, "--overwrite")
+    assert "13 finished rows are kept in" in result.stderr
+    assert "\nto go on: cli run in.jsonl -o out\n" in result.stderr  # without --overwrite
+    assert sorted(os.listdir()) == [
+        "in.jsonl", "out.meta.json", "out.partial", "out.partial.meta.json",
+    ]  # fmt: skip
+    Path("out.meta.json").unlink()
+    done = {row["index"] for row in rows("out.partial")}
+    result = invoke("--progress", "json")
+    assert result.exit_code == 0
+    assert set(engine.asked()) == set(range(30)) - done
+    assert Path("out").read_bytes() == whole
+    assert sorted(os.listdir()) == ["in.jsonl", "out", "out.meta.json"]
+    events = [json.loads(line) for line in result.stderr.splitlines()]
+    assert events[0]["message"].startswith("resuming: 13 rows are in ")
+    assert events[1]["total"] == 17
+    assert events[-1]["rows"] == {"done": 17, "ok": 17, "failed": 0, "kept": 13, "errors": {}}
+
+
+def test_many_ends(invoke: Invoke, engine: Engine) -> None:
+    invoke()
+    whole = Path("out").read_bytes()
+    Path("out").unlink()
+    for _ in range(7):
+        interrupt(invoke, engine, 4)
+        with open("out.partial", "ab") as file:
+            file.write(b'{"index":3,"input_hash":"00')  # as a kill in mid-write leaves it
+    result = invoke()
+    assert result.exit_code == 0
+    assert "cut 27 bytes of a torn line" in result.stderr
+    assert engine.asked() == [28, 29]
+    assert Path("out").read_bytes() == whole
+
+
+def test_changed_settings_are_refused_with_the_difference(
+    invoke: Invoke, engine: Engine, settings: dict[str, Any]
+) -> None:
+    interrupt(invoke, engine, 5)
+    partial = Path("out.partial").read_bytes()
+    settings |= {"temperature": 0.5, "model": {"digest": "bb", "path": "n"}}
+    result = invoke()
+    assert result.exit_code == 2
+    assert result.stderr == (
+        f"error: {Path('out.partial').resolve()}: was made with other settings:\n"
+        "  temperature: 1.0 then, 0.5 now\n"
+        "  model: m (aa) then, n (bb) now\n"
+        "hint: give the former settings, choose another -o, or give --overwrite\n"
+    )
+    assert Path("out.partial").read_bytes() == partial
+    assert engine.asked() == []
+    assert invoke("--overwrite").exit_code == 0
+    assert len(engine.asked()) == 30
+
+
+def test_changed_lines_are_run_again_and_leave_no_trace(invoke: Invoke, engine: Engine) -> None:
+    lines = Path("in.jsonl").read_text().splitlines(keepends=True)
+    interrupt(invoke, engine, 16)
+    lines[3] = '{"prompt": "new"}\n'
+    Path("in.jsonl").write_text("".join(lines[:12]))
+    assert invoke().exit_code == 0
+    assert engine.asked() == [3]
+    found = rows("out")
+    assert [row["index"] for row in found] == list(range(12))
+    assert found[3]["choices"][0]["text"] == "wen"
+
+
+def test_equal_lines_are_rows_of_their_own(invoke: Invoke, engine: Engine) -> None:
+    Path("in.jsonl").write_text('{"prompt": "same"}\n' * 12)
+    interrupt(invoke, engine, 6)
+    assert invoke().exit_code == 0
+    assert len(engine.asked()) == 6
+    assert [row["index"] for row in rows("out")] == list(range(12))
+
+
+def test_a_finished_output(invoke: Invoke, engine: Engine, settings: dict[str, Any]) -> None:
+    invoke()
+    engine.seen.clear()
+    whole = Path("out").read_bytes()
+    assert invoke().exit_code == 2
+    # What a run killed between its last two steps leaves.
+    Path("out.partial").write_text("x")
+    Path("out.partial.meta.json").write_text("{}")
+    result = invoke("--resume")
+    assert (result.exit_code, engine.asked()) == (0, [])
+    assert "out is complete already" in result.stderr
+    assert sorted(os.listdir()) == ["in.jsonl", "out", "out.meta.json"]
+    settings["temperature"] = 2.0
+    result = invoke("--resume")
+    assert result.exit_code == 2
+    assert "temperature: 1.0 then, 2.0 now" in result.stderr
+    settings["temperature"] = 1.0
+    with open("in.jsonl", "a") as file:
+        file.write('{"prompt": "one more"}\n')
+    result = invoke("--resume")
+    assert result.exit_code == 2
+    assert "is the output of another input" in result.stderr
+    assert Path("out").read_bytes() == whole
+    assert invoke("--overwrite").exit_code == 0
+    assert len(rows("out")) == 31
+
+
+def test_resume_on_nothing_is_a_run(invoke: Invoke) -> None:
+    assert invoke("--resume").exit_code == 0
+    assert len(rows("out")) == 30
+
+
+def test_failed_rows_stay_unless_asked(
+    invoke: Invoke, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [f'{{"prompt": "row {i}"}}\n' for i in range(30)]
+    lines[1] = lines[5] = '{"prompt": "fail"}\n'
+    Path("in.jsonl").write_text("".join(lines))
+    interrupt(invoke, engine, 15)
+    result = invoke()
+    assert result.exit_code == 3  # though no row failed in this run
+    assert set(engine.asked()).isdisjoint({1, 5})
+    first = rows("out")
+    assert [row["index"] for row in first if row["status"] == "error"] == [1, 5]
+
+    monkeypatch.setattr(engine, "_finish", FakeEngine()._finish)
+    result = invoke("--retry-errors")
+    assert engine.asked() == [1, 5]
+    assert result.exit_code == 3
+    assert rows("out") == first
+
+    finish = FakeEngine()._finish
+
+    def mended(row: Any) -> Any:
+        from dataclasses import replace
+
+        return finish(replace(row, prompt="mended") if row.prompt == "fail" else row)
+
+    monkeypatch.setattr(engine, "_finish", mended)
+    result = invoke("--retry-errors")
+    assert (result.exit_code, engine.asked()) == (0, [1, 5])
+    second = rows("out")
+    assert [row["index"] for row in second] == list(range(30))
+    assert second[1]["choices"][0]["text"] == "dednem"
+    assert [r for r in second if r["index"] not in (1, 5)] == [
+        r for r in first if r["index"] not in (1, 5)
+    ]
+    result = invoke("--retry-errors")
+    assert (result.exit_code, engine.asked()) == (0, [])
+    assert "complete already" in result.stderr
+
+
+def test_retrying_does_not_lose_the_rows_that_are_fine(invoke: Invoke, engine: Engine) -> None:
+    lines = [f'{{"prompt": "row {i}"}}\n' for i in range(30)]
+    lines[4] = lines[5] = '{"prompt": "fail"}\n'
+    Path("in.jsonl").write_text("".join(lines))
+    assert invoke().exit_code == 3
+    whole = Path("out").read_bytes()
+    interrupt(invoke, engine, 0, "--retry-errors")
+    assert not Path("out").exists()
+    assert invoke().exit_code == 3
+    assert engine.asked() == []
+    assert Path("out").read_bytes() == whole
+
+
+def test_max_errors(invoke: Invoke, engine: Engine) -> None:
+    lines = [f'{{"prompt": "row {i}"}}\n' for i in range(30)]
+    for bad in (3, 9, 10):
+        lines[bad] = '{"prompt": ""}\n'
+    Path("in.jsonl").write_text("".join(lines))
+    result = invoke("--max-errors", "2")
+    assert result.exit_code == 4
+    assert "error: 3 rows have failed, --max-errors is 2\nhint: " in result.stderr
+    assert "finished rows are kept in" in result.stderr
+    assert [r["index"] for r in rows("out.partial") if r["status"] == "error"] == [3, 9, 10]
+    assert invoke("--max-errors", "2").exit_code == 3
+    assert len(rows("out")) == 30
+    assert invoke("--max-errors", "3", "--overwrite").exit_code == 3
+    Path("in.jsonl").write_text(lines[3])
+    assert invoke("--max-errors", "0", "--overwrite").exit_code == 4
+
+
+def test_shards_make_the_whole(invoke: Invoke, engine: Engine) -> None:
+    invoke()
+    whole = rows("out")
+    engine.seen.clear()
+    for number in (1, 2, 3, 4):
+        name = f"part{number}"
+        result = invoke("--shard", f"{number}/4", "-o", name, "--progress", "json")
+        assert result.exit_code == 0
+        assert engine.asked() == list(range(number - 1, 30, 4))
+        assert json.loads(result.stderr.splitlines()[0])["total"] == len(rows(name))
+        assert rows(name) == whole[number - 1 :: 4]
+    interrupt(invoke, engine, 3, "--shard", "2/4", "-o", "again")
+    assert invoke("--shard", "2/4", "-o", "again").exit_code == 0
+    assert Path("again").read_bytes() == Path("part2").read_bytes()
+
+
+def test_completion_order(invoke: Invoke, engine: Engine) -> None:
+    invoke("--order", "completion")
+    assert [row["index"] for row in rows("out")][:8] == [3, 2, 1, 0, 7, 6, 5, 4]
+    # Lines that no longer count are left out in this order too.
+    lines = Path("in.jsonl").read_text().splitlines(keepends=True)
+    Path("out").unlink()
+    interrupt(invoke, engine, 16)
+    Path("in.jsonl").write_text("".join(['{"prompt": "new"}\n', *lines[1:20]]))
+    assert invoke("--order", "completion").exit_code == 0
+    indices = [row["index"] for row in rows("out")]
+    assert indices[:4] == [3, 2, 1, 7]
+    assert sorted(indices) == list(range(20))
+
+
+def test_the_limit_may_grow(invoke: Invoke, engine: Engine) -> None:
+    interrupt(invoke, engine, 8, "--limit", "10")
+    assert invoke("--limit", "20").exit_code == 0
+    assert engine.asked() == list(range(8, 20))
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--resume", "--overwrite"], "--resume and --overwrite exclude each other"),
+        (["--retry-errors", "--overwrite"], "--retry-errors and --overwrite exclude each other"),
+        (["--retry-errors", "-o", "-"], "--retry-errors needs an output file"),
+        (["--order", "input", "-o", "-"], "--order needs an output file"),
+        (["--shard", "5/4"], "must be I/N with I from 1 to N, got 5/4"),
+        (["--time-limit", "soon"], "'soon' is no duration"),
+        (["--max-errors", "-1"], "--max-errors"),
+        (["--order", "random"], "--order"),
+        (["--format", "xml"], "--format"),
+    ],
+)
+def test_contradictions(invoke: Invoke, args: list[str], message: str) -> None:
+    result = invoke(*args)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert os.listdir() == ["in.jsonl"]
