@@ -173,26 +173,27 @@ def _drive(options: RunOptions, job: Job) -> None:
 
 def _fingerprint(options: RunOptions) -> dict[str, Any]:
     from specgen.commands.settings import run_fingerprint
-    from specgen.hub import locate
+    from specgen.resolve import resolve
 
-    model = options.config.model
-    model_dir = None if model is None else locate(model, options.config.revision)
+    config = resolve(options.config)
     return run_fingerprint(
-        options.config,
-        _effective_sampling(options, model_dir),
+        config,
+        _effective_sampling(options, config.model_dir),
         options.read,
+        # As asked, not what auto means on this device: a job may move to another machine.
+        dtype=options.config.dtype,
         output_format=options.output_format,
         return_token_ids=options.return_token_ids,
     )
 
 
-def _effective_sampling(options: RunOptions, model_dir: str | None) -> SamplingParams:
-    """The flags over the defaults of the model; None is the built-in one."""
-    from specgen.resolve import BUILTIN_TARGET, generation_defaults
+def _effective_sampling(options: RunOptions, model_dir: str) -> SamplingParams:
+    """The flags over the defaults of the model."""
+    from specgen.resolve import generation_defaults
 
     defaults: dict[str, Any] = {}
     if options.config.generation_config == "auto":
-        defaults = generation_defaults(model_dir or BUILTIN_TARGET)
+        defaults = generation_defaults(model_dir)
     return sampling_of(options.sampling, defaults)
 
 

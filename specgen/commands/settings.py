@@ -7,7 +7,7 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from specgen import __version__
-from specgen.config import EngineConfig
+from specgen.config import ResolvedConfig
 from specgen.request_io.fingerprint import directory_identity
 from specgen.request_io.reader import ReadOptions
 from specgen.sampling_params import SamplingParams
@@ -26,23 +26,21 @@ _DIRECTORIES = {"model_dir": "model", "draft_dir": "draft_model", "tokenizer_dir
 
 
 def run_fingerprint(
-    config: EngineConfig, sampling: SamplingParams, read: ReadOptions, **output: Any
+    config: ResolvedConfig, sampling: SamplingParams, read: ReadOptions, **others: Any
 ) -> dict[str, Any]:
     """Everything that can change the text, with models identified by their files.
 
     Args:
-        config: of the engine, as asked for.
+        config: of the engine.
         sampling: of rows that give no sampling of their own.
         read: how lines become rows; its limit is free, so that a run can be extended.
-        output: what shapes output lines.
+        others: settings that these do not hold, such as the form of the output.
 
     Raises:
-        SpecgenError: a model is missing, or flags contradict it.
+        ModelError: a file of a model cannot be read.
     """
-    from specgen.resolve import resolve
-
     found: dict[str, Any] = {"specgen": __version__}
-    for name, value in asdict(resolve(config)).items():
+    for name, value in asdict(config).items():
         if name in _DIRECTORIES:
             found[_DIRECTORIES[name]] = value and {
                 "digest": directory_identity(value),
@@ -52,8 +50,6 @@ def run_fingerprint(
             found[name] = value and _digest(value)
         elif name not in _FREE:
             found[name] = value
-    # The asked dtype, not what auto means on this device: a job may move to another machine.
-    found["dtype"] = config.dtype
     for name, value in sampling.to_dict().items():
         if name not in ("seed", "num_speculative_tokens"):  # of single rows only
             found[name] = value
@@ -61,7 +57,7 @@ def run_fingerprint(
         if field.name not in ("sampling", "limit"):
             value = getattr(read, field.name)
             found[field.name] = value if isinstance(value, str | None) else str(value)
-    return found | output
+    return found | others
 
 
 def _digest(template: str) -> str:
