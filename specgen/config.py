@@ -35,10 +35,17 @@ class EngineConfig:
         draft_model: Directory or hub id of the EAGLE draft; ``None`` means the built-in draft with
             the built-in target, and none with a given ``model``.
         tokenizer: Directory or hub id of the tokenizer, when it is not the model's.
+        revision: Branch, tag or commit of a model (and tokenizer) that comes from the hub.
+        draft_revision: The same of a draft.
         max_model_len: Longest sequence, prompt and completion together, in tokens.
         max_num_seqs: Rows that decode at the same time.
         max_num_batched_tokens: Prompt tokens of one prefill step.
         num_speculative_tokens: k, the drafts a row proposes in a step.
+        draft_aux_layers: Boundaries 0..layers of the target whose streams the draft reads, where
+            its configuration is wrong.
+        draft_rope_theta: Base of the draft's rope, likewise.
+        draft_norm_output: Whether the draft's later passes take its normed state, likewise.
+        draft_norm_before_residual: Whether the draft's residual is its normed state, likewise.
         num_kv_blocks: Cache blocks; ``None`` sizes the cache from memory.
         block_size: Tokens in a cache block.
         seed: Run seed; rows without a seed of their own hash it with their index.
@@ -52,6 +59,7 @@ class EngineConfig:
     draft_model: str | None = None
     tokenizer: str | None = None
     revision: str | None = None
+    draft_revision: str | None = None
     dtype: str = "auto"
     device: str = "auto"
     load_format: str = "auto"
@@ -67,6 +75,10 @@ class EngineConfig:
     num_speculative_tokens: int | None = None
     draft_sample: DraftSample = "greedy"
     rejection_sample: RejectionSample = "standard"
+    draft_aux_layers: tuple[int, ...] | None = None
+    draft_rope_theta: float | None = None
+    draft_norm_output: bool | None = None
+    draft_norm_before_residual: bool | None = None
     no_draft: bool = False
     seed: int = 0
     overlong: Overlong = "error"
@@ -103,6 +115,14 @@ class EngineConfig:
             raise UsageError(
                 f"--num-speculative-tokens must be at most 32, got {self.num_speculative_tokens}"
             )
+        layers = self.draft_aux_layers
+        if layers is not None and (not layers or min(layers) < 0 or len(set(layers)) < len(layers)):
+            raise UsageError(
+                f"--draft-aux-layers must be distinct boundaries from 0, got {list(layers)}"
+            )
+        theta = self.draft_rope_theta
+        if theta is not None and not 0.0 < theta < float("inf"):
+            raise UsageError(f"--draft-rope-theta must be a number above 0, got {theta}")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise UsageError(
                 "--gpu-memory-utilization must be above 0 and at most 1, "
@@ -145,6 +165,10 @@ class ResolvedConfig:
     num_speculative_tokens: int
     draft_sample: DraftSample
     rejection_sample: RejectionSample
+    draft_aux_layers: tuple[int, ...] | None
+    draft_rope_theta: float | None
+    draft_norm_output: bool | None
+    draft_norm_before_residual: bool | None
     seed: int
     overlong: Overlong
     cuda_graphs: bool

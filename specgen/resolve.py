@@ -8,6 +8,7 @@ from typing import Any
 
 from specgen.config import EngineConfig, ResolvedConfig
 from specgen.errors import EnvironmentProblem, ModelError, UsageError
+from specgen.hub import is_hub_id, locate
 from specgen.models.registry import read_model_config
 
 _PAIR = Path(__file__).parent / "models" / "default"
@@ -27,16 +28,11 @@ def resolve(config: EngineConfig) -> ResolvedConfig:
         EnvironmentProblem: the machine lacks what was asked for.
         UsageError: flags contradict each other or the checkpoint.
     """
-    if config.revision is not None and not any(
-        name and not Path(name).is_dir()
-        for name in (config.model, config.draft_model, config.tokenizer)
-    ):
-        raise UsageError(
-            f"--revision {config.revision}: no model here comes from the hub",
-            "leave it out, or give a hub id in --model",
-        )
+    _check_revisions(config)
     device = _device(config)
-    model_dir = str(BUILTIN_TARGET) if config.model is None else locate(config.model, config)
+    model_dir = (
+        str(BUILTIN_TARGET) if config.model is None else locate(config.model, config.revision)
+    )
     draft_dir = _draft_dir(config)
     model = read_model_config(model_dir)
     max_model_len = config.max_model_len or model.max_position_embeddings
@@ -54,7 +50,7 @@ def resolve(config: EngineConfig) -> ResolvedConfig:
     return ResolvedConfig(
         model_dir=model_dir,
         draft_dir=draft_dir if k else None,
-        tokenizer_dir=locate(config.tokenizer, config) if config.tokenizer else model_dir,
+        tokenizer_dir=locate(config.tokenizer, config.revision) if config.tokenizer else model_dir,
         device=device,
         dtype=_dtype(config.dtype, device, model.dtype),
         load_format=config.load_format,
@@ -70,6 +66,10 @@ def resolve(config: EngineConfig) -> ResolvedConfig:
         num_speculative_tokens=k,
         draft_sample=config.draft_sample,
         rejection_sample=config.rejection_sample,
+        draft_aux_layers=config.draft_aux_layers,
+        draft_rope_theta=config.draft_rope_theta,
+        draft_norm_output=config.draft_norm_output,
+        draft_norm_before_residual=config.draft_norm_before_residual,
         seed=config.seed,
         overlong=config.overlong,
         cuda_graphs=config.cuda_graphs and device == "cuda",
@@ -97,31 +97,56 @@ def generation_defaults(model_dir: str | Path) -> dict[str, Any]:
     return out
 
 
-def locate(name: str, config: EngineConfig) -> str:
-    """Local directory of a model given by path or hub id.
+# What else a checkpoint can ask of sampling, and the values with which it asks for nothing.
+_NOT_APPLIED: dict[str, tuple[Any, ...]] = {
+    "bad_words_ids": ([],),
+    "begin_suppress_tokens": ([],),
+    "diversity_penalty": (0,),
+    "encoder_repetition_penalty": (1,),
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
+    "exponential_decay_length_penalty": (),
+    "forced_bos_token_id": (),
+    "forced_decoder_ids": ([],),
+    "forced_eos_token_id": (),
+    "guidance_scale": (1,),
+    "min_length": (0,),
+    "min_new_tokens": (0,),
+    "min_p": (0,),
+    "no_repeat_ngram_size": (0,),
+    "num_beams": (1,),
+    "penalty_alpha": (0,),
+    "repetition_penalty": (1,),
+    "sequence_bias": ({}, []),
+    "stop_strings": ([], ""),
+    "suppress_tokens": ([],),
+    "top_h": (),
+    "typical_p": (1,),
+    "watermarking_config": ({},),
+}
 
-    Raises:
-        ModelError: it is neither a directory nor something the hub (or its cache) has.
-    """
-    if Path(name).is_dir():
-        return name
-    looks_like_path = name.startswith((".", "/", "~")) or name.count("/") != 1
-    if looks_like_path:
-        raise ModelError(
-            f"{name}: no such model directory", "give a directory with config.json, or a hub id"
-        )
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "pytorch_model*.bin"]
-    try:
-        return snapshot_download(name, revision=config.revision, allow_patterns=patterns)
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelError(
-            f"{name}: no such model directory, and not available from the hub: {reason}",
-            "check the name, log in if the model is gated, or download it beforehand",
-        ) from error
+def ignored_generation_keys(model_dir: str | Path) -> dict[str, Any]:
+    """What ``generation_config.json`` asks for that is not applied, by its own names."""
+    data = _read_json(Path(model_dir) / "generation_config.json")
+    return {
+        key: data[key]
+        for key, neutral in _NOT_APPLIED.items()
+        if data.get(key) is not None and data[key] not in neutral
+    }
+
+
+def _check_revisions(config: EngineConfig) -> None:
+    """A revision belongs to something that comes from the hub."""
+    for flag, revision, model_flag, names in (
+        ("--revision", config.revision, "--model", (config.model, config.tokenizer)),
+        ("--draft-revision", config.draft_revision, "--draft-model", (config.draft_model,)),
+    ):
+        if revision is not None and not any(name and is_hub_id(name) for name in names):
+            raise UsageError(
+                f"{flag} {revision}: nothing that it could belong to comes from the hub",
+                f"leave it out, or give a hub id in {model_flag}",
+            )
 
 
 def _draft_dir(config: EngineConfig) -> str | None:
@@ -130,7 +155,7 @@ def _draft_dir(config: EngineConfig) -> str | None:
             raise UsageError("--no-draft and --draft-model contradict each other")
         return None
     if config.draft_model is not None:
-        return locate(config.draft_model, config)
+        return locate(config.draft_model, config.draft_revision)
     # A given target has no built-in draft; the built-in one comes with its own.
     return str(BUILTIN_DRAFT) if config.model is None else None
 

@@ -11,7 +11,7 @@ import torch
 
 from specgen.config import EngineConfig
 from specgen.errors import EnvironmentProblem, ModelError, UsageError
-from specgen.resolve import generation_defaults, resolve
+from specgen.resolve import generation_defaults, ignored_generation_keys, resolve
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -115,6 +115,9 @@ def test_a_broken_generation_config_names_the_file(tmp_path: Path) -> None:
         ("draft_sample", "best", "--draft-sample must be one of greedy, gumbel, got 'best'"),
         ("seed", 2**63, "--seed must fit in 64 bits"),
         ("block_size", 12, "--block-size must be a power of two, got 12"),
+        ("draft_aux_layers", (2, 2, 5), r"--draft-aux-layers must be distinct .*, got \[2, 2, 5\]"),
+        ("draft_aux_layers", (), "--draft-aux-layers must be distinct"),
+        ("draft_rope_theta", 0.0, "--draft-rope-theta must be a number above 0, got 0.0"),
     ],
 )
 def test_flags_out_of_range_are_usage_errors(field: str, value: Any, message: str) -> None:
@@ -122,6 +125,26 @@ def test_flags_out_of_range_are_usage_errors(field: str, value: Any, message: st
         EngineConfig(**{field: value})
 
 
-def test_a_revision_needs_something_from_the_hub(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="--revision main: no model here comes from the hub"):
-        resolve(EngineConfig(model=write_model(tmp_path), revision="main", device="cpu"))
+@pytest.mark.parametrize("field", ["revision", "draft_revision"])
+def test_a_revision_needs_something_from_the_hub(tmp_path: Path, field: str) -> None:
+    model = write_model(tmp_path)
+    config = EngineConfig(model=model, draft_model=model, device="cpu", **{field: "main"})
+    flag = "--" + field.replace("_", "-")
+    with pytest.raises(UsageError, match=f"{flag} main: nothing that it could belong to"):
+        resolve(config)
+
+
+def test_what_a_generation_config_asks_in_vain(tmp_path: Path) -> None:
+    stored = {
+        "temperature": 0.7,
+        "repetition_penalty": 1.05,
+        "num_beams": 1,
+        "no_repeat_ngram_size": 0,
+        "suppress_tokens": [5],
+        "typical_p": None,
+        "bad_words_ids": [],
+        "transformers_version": "5.0",
+    }
+    model = write_model(tmp_path, stored)
+    assert ignored_generation_keys(model) == {"repetition_penalty": 1.05, "suppress_tokens": [5]}
+    assert ignored_generation_keys(write_model(tmp_path / "other")) == {}

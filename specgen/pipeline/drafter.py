@@ -45,6 +45,7 @@ class Drafter:
         self._state = state
         self._k = num_speculative_tokens
         self._sampled = draft_sample == "gumbel"
+        self._position_limit = model.config.position_limit
         self._block_size = block_size
 
     def features(self, hidden: torch.Tensor, aux: torch.Tensor | None) -> torch.Tensor:
@@ -145,6 +146,9 @@ class Drafter:
         count = torch.zeros_like(slot_ids)
         drafts: list[torch.Tensor] = []
         for j in range(self._k):
+            if self._position_limit is not None:
+                # Draft j comes from position n - 2 + j, which the head's rope must reach.
+                usable = usable & (state.seq_lens[rows] + (j - 2) < self._position_limit)
             if j > 0:
                 logits_hidden, feedback = self._pass(
                     slot_ids, drafts[-1], feedback, j, max_context_len + j

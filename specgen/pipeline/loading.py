@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from specgen.config import ResolvedConfig
+from specgen.config import EngineConfig, ResolvedConfig
 from specgen.errors import ModelError
 from specgen.kernels import select_kernels
 from specgen.models.config import DraftConfig
 from specgen.models.decoder import Decoder
-from specgen.models.draft import DraftModel
+from specgen.models.draft import DraftModel, DraftOverrides
 from specgen.models.registry import read_model_config
 from specgen.models.weights import inspect_draft, load_draft, load_target
 from specgen.pipeline.block_manager import BlockManager
@@ -88,18 +88,15 @@ def build_pipeline(config: ResolvedConfig) -> Pipeline:
         chat_template=config.chat_template,
         trust_remote_code=config.trust_remote_code,
     )
-    if len(tokenizer) > config.vocab_size:
-        raise ModelError(
-            f"{config.tokenizer_dir}: the tokenizer has {len(tokenizer)} tokens, "
-            f"the model's embedding {config.vocab_size}",
-            "give the tokenizer that belongs to the model in --tokenizer",
-        )
+    check_vocabulary(tokenizer, config)
+    overrides = draft_overrides(config)
     draft_config = None
     if config.draft_dir is not None:
         draft_config = inspect_draft(
             config.draft_dir,
             read_model_config(config.model_dir),
             load_format=config.load_format,
+            overrides=overrides,
         )
     target = load_target(
         config.model_dir,
@@ -118,8 +115,37 @@ def build_pipeline(config: ResolvedConfig) -> Pipeline:
             dtype=dtype,
             kernels=kernels,
             load_format=config.load_format,
+            overrides=overrides,
         )
+        draft_config = draft.config
     return _assemble(config, tokenizer, target, draft, draft_config)
+
+
+def draft_overrides(config: ResolvedConfig | EngineConfig) -> DraftOverrides:
+    """What the flags say of a draft instead of its configuration."""
+    return DraftOverrides(
+        aux_layers=config.draft_aux_layers,
+        rope_theta=config.draft_rope_theta,
+        norm_output=config.draft_norm_output,
+        norm_before_residual=config.draft_norm_before_residual,
+    )
+
+
+def check_vocabulary(tokenizer: Tokenizer, config: ResolvedConfig) -> None:
+    """Refuse a tokenizer of another model.
+
+    Embeddings are padded by a few hundred rows, never by a third; a tokenizer is never the larger.
+
+    Raises:
+        ModelError: naming both sizes.
+    """
+    num_tokens, num_rows = len(tokenizer), config.vocab_size
+    if num_tokens > num_rows or 4 * num_tokens < 3 * num_rows:
+        raise ModelError(
+            f"{config.tokenizer_dir}: the tokenizer has {num_tokens} tokens, "
+            f"the model's embedding {num_rows}",
+            "give the tokenizer that belongs to the model in --tokenizer",
+        )
 
 
 def _assemble(

@@ -1,0 +1,173 @@
+"""Checkpoints by path or hub id: found on disk, in the hub's cache, or fetched.
+
+Only what specgen reads is fetched: configurations, tokenizer files and one format of weights,
+safetensors where a repository has them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from specgen.errors import ModelError
+
+__all__ = ["fetch_headers", "is_hub_id", "locate"]
+
+_TEXTS = ["*.json", "*.model", "*.txt", "*.jinja"]
+_SAFETENSORS = ["model*.safetensors"]
+_PICKLES = ["pytorch_model*.bin"]
+# Copies of the weights in other formats stand in folders of their own.
+_FOLDERS = ["*/*"]
+_FIRST_BYTES = 1 << 18
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether ``name`` can only be a repository of the hub: no directory, and ``owner/name``."""
+    if Path(name).is_dir():
+        return False
+    return not name.startswith((".", "/", "~")) and name.count("/") == 1
+
+
+def locate(name: str, revision: str | None = None) -> str:
+    """Local directory of a checkpoint given by path or hub id; fetched where it is not cached.
+
+    Args:
+        name: a directory, or ``owner/name``.
+        revision: branch, tag or commit of a hub id.
+
+    Raises:
+        ModelError: it is neither a directory nor something the hub (or its cache) has.
+    """
+    if Path(name).is_dir():
+        return name
+    if not is_hub_id(name):
+        raise ModelError(
+            f"{name}: no such model directory", "give a directory with config.json, or a hub id"
+        )
+    directory = _snapshot(name, revision, [*_TEXTS, *_SAFETENSORS])
+    if not any(Path(directory).glob(_SAFETENSORS[0])):
+        directory = _snapshot(name, revision, [*_TEXTS, *_PICKLES])
+    return directory
+
+
+def fetch_headers(name: str, into: Path, revision: str | None = None) -> str:
+    """A directory that shows a checkpoint's configuration and the shapes of its tensors.
+
+    What is on disk or in the cache is shown itself. Of the rest the small files are fetched, and of
+    each safetensors file its header, which is put in front of a hole as long as the tensors.
+
+    Args:
+        name: a directory, or ``owner/name``.
+        into: an existing directory to build in.
+        revision: branch, tag or commit of a hub id.
+
+    Raises:
+        ModelError: as :func:`locate`; the hub has no safetensors of it; or the hub fails.
+    """
+    if not is_hub_id(name):
+        return locate(name)
+    try:
+        cached = _snapshot(name, revision, [*_TEXTS, *_SAFETENSORS, *_PICKLES], cached_only=True)
+    except ModelError:
+        cached = None
+    if cached is not None and any(
+        next(Path(cached).glob(pattern), None) for pattern in (*_SAFETENSORS, *_PICKLES)
+    ):
+        return cached
+    texts = Path(_snapshot(name, revision, _TEXTS))
+    for file in texts.iterdir():
+        (into / file.name).symlink_to(file.resolve())
+    try:
+        _fetch_safetensors_headers(name, into, revision)
+    except ModelError:
+        raise
+    except Exception as error:  # the client's errors have no base of their own
+        raise _explain(name, revision, error) from error
+    return str(into)
+
+
+def _fetch_safetensors_headers(name: str, into: Path, revision: str | None) -> None:
+    from huggingface_hub import HfApi, hf_hub_url
+    from huggingface_hub.utils import (  # type: ignore[attr-defined]
+        build_hf_headers,
+        get_session,
+        hf_raise_for_status,
+    )
+
+    info = HfApi().model_info(name, revision=revision, files_metadata=True)
+    siblings = [s for s in info.siblings or () if Path(s.rfilename).match(_SAFETENSORS[0])]
+    siblings = [s for s in siblings if "/" not in s.rfilename and s.size]
+    if not siblings:
+        raise ModelError(
+            f"{name}: no safetensors on the hub, whose headers could be read alone",
+            "fetch it first (hf download), or examine a directory",
+        )
+    for sibling in siblings:
+        url = hf_hub_url(name, sibling.rfilename, revision=info.sha or revision)
+
+        def fetch(last: int, url: str = url) -> bytes:
+            headers = {**build_hf_headers(), "range": f"bytes=0-{last}"}
+            response = get_session().get(url, headers=headers, follow_redirects=True)
+            hf_raise_for_status(response)
+            content: bytes = response.content
+            return content
+
+        head = fetch(_FIRST_BYTES - 1)
+        length = 8 + int.from_bytes(head[:8], "little")
+        if len(head) < length < (sibling.size or 0):
+            head = fetch(length - 1)
+        with open(into / sibling.rfilename, "wb") as file:
+            file.write(head[:length])
+            file.truncate(sibling.size)
+
+
+def _snapshot(
+    name: str, revision: str | None, patterns: list[str], *, cached_only: bool = False
+) -> str:
+    from huggingface_hub import snapshot_download
+
+    try:
+        path = snapshot_download(
+            name,
+            revision=revision,
+            allow_patterns=patterns,
+            ignore_patterns=_FOLDERS,
+            local_files_only=cached_only,
+        )
+    except Exception as error:  # the client's errors have no base of their own
+        raise _explain(name, revision, error) from error
+    return str(path)
+
+
+def _explain(name: str, revision: str | None, error: Exception) -> ModelError:
+    """What a failure of the hub means for the user."""
+    from huggingface_hub import constants, errors
+
+    if isinstance(error, errors.GatedRepoError):
+        return ModelError(
+            f"{name}: is gated, and you are not among those who may read it",
+            f"accept its terms on {constants.ENDPOINT}/{name}, then log in (hf auth login) or set "
+            "HF_TOKEN",
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return ModelError(
+            f"{name}: has no revision {revision!r}", "give a branch, a tag or a commit"
+        )
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return ModelError(
+            f"{name}: no such model directory, and no such repository on the hub, or a private one",
+            "check the name; log in (hf auth login) for a private one",
+        )
+    if isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
+        offline = constants.HF_HUB_OFFLINE
+        reason = "HF_HUB_OFFLINE is set" if offline else "the hub cannot be reached"
+        what = name if revision is None else f"{name} at revision {revision}"
+        return ModelError(
+            f"{what}: no such model directory, not complete in the hub's cache "
+            f"({constants.HF_HUB_CACHE}), and {reason}",
+            f"fetch it where there is a network: hf download {name}",
+        )
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return ModelError(
+        f"{name}: no such model directory, and not available from the hub: {reason}",
+        "check the name and the network, or give a directory",
+    )
