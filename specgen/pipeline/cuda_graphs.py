@@ -14,11 +14,17 @@ DecodeStep = Callable[[torch.Tensor], torch.Tensor]
 
 
 def batch_buckets(max_num_seqs: int) -> tuple[int, ...]:
-    """Batch sizes to capture: 1, 2, 4, then multiples of 8, of 16 from 64 and of 32 from 256."""
-    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16)]
-    sizes += range(256, max_num_seqs + 32, 32)
-    kept = [size for size in sizes if size < max_num_seqs]
-    return (*kept, max_num_seqs)
+    """Batch sizes to capture: 1, 2, 4, 8, then 16, 24, 32, 48, 64, 96, ... up to the largest.
+
+    Steps of at most one half bound the padding, and their number bounds the time that captures
+    take while a batch drains.
+    """
+    sizes = [1, 2, 4, 8]
+    size = 16
+    while size < max_num_seqs:
+        sizes += [size, size + size // 2]
+        size *= 2
+    return (*(size for size in sizes if size < max_num_seqs), max_num_seqs)
 
 
 class DecodeGraphs:
