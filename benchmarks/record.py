@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import shlex
 import subprocess
@@ -57,7 +58,13 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit, marked where the tree differs from it; ``None`` outside a checkout."""
+    """The commit, marked where the tree differs from it.
+
+    A tree that is no checkout (an unpacked archive on another machine) names its commit in the
+    environment variable ``SPECGEN_COMMIT``; without it the commit is ``None``.
+    """
+    if "SPECGEN_COMMIT" in os.environ:
+        return os.environ["SPECGEN_COMMIT"]
     try:
         described = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=12"],

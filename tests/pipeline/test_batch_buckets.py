@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from specgen.pipeline.cuda_graphs import batch_buckets
@@ -10,6 +12,6 @@ def test_buckets_rise_to_the_largest_batch_with_bounded_padding(max_num_seqs: in
     buckets = batch_buckets(max_num_seqs)
     assert buckets[-1] == max_num_seqs
     assert list(buckets) == sorted(set(buckets))
-    for smaller, larger in zip(buckets, buckets[1:], strict=False):
+    for smaller, larger in pairwise(buckets):
         assert larger <= 2 * smaller
     assert len(buckets) <= 20
