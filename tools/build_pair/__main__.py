@@ -69,6 +69,7 @@ def main() -> None:
     parser.add_argument("--loop-seconds", type=float, default=45)
     parser.add_argument("--sample-seconds", type=float, default=35)
     parser.add_argument("--draft-seconds", type=float, default=150)
+    parser.add_argument("--together-seconds", type=float, default=60)
     parser.add_argument("--eagle1-seconds", type=float, default=30)
     parser.add_argument("--tokens", type=int, default=131_072, help="tokens a target update")
     parser.add_argument("--draft-tokens", type=int, default=65_536, help="tokens a draft update")
@@ -116,6 +117,7 @@ def main() -> None:
             rows=args.rows,
             tokens=args.draft_tokens,
             draft_vocab=args.draft_vocab,
+            together_seconds=args.together_seconds,
         )
     if args.stage == "install" or whole:
         install(out)

@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.nn import functional
 
 from tools.build_pair.model import MLP, Attention, RMSNorm, Shape, rope_tables
 
 MAX_PASSES = 8
+# The customary boundaries {2, L // 2, L - 3} leave three of eight blocks unseen: on a target this
+# shallow the stream that leaves the last block tells the draft far more.
+AUX = (2, 5, 8)
 
 
 def attend(
@@ -62,15 +65,22 @@ class Draft(nn.Module):
     d2t: Tensor
     t2d: Tensor
 
-    def __init__(self, shape: Shape, embedding: Tensor, draft_vocab: int | None) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        embedding: Tensor,
+        draft_vocab: int | None,
+        aux: tuple[int, ...] = AUX,
+    ) -> None:
         super().__init__()
         self.shape, self.eagle3 = shape, draft_vocab is not None
+        self.aux = tuple(min(i, shape.layers) for i in aux) if self.eagle3 else ()
         H = shape.hidden
         self.attend: Callable[..., Tensor] = attend
         self.embedding = [embedding]  # in a list: not a parameter of the draft
         self.midlayer = Middle(shape, self.eagle3)
         if draft_vocab is not None:
-            self.fc = nn.Linear(3 * H, H, bias=False)
+            self.fc = nn.Linear(len(aux) * H, H, bias=False)
             self.norm = RMSNorm(H, eps=shape.eps)
             self.lm_head = nn.Linear(H, draft_vocab, bias=False)
             self.register_buffer("d2t", torch.zeros(draft_vocab, dtype=torch.int64))
@@ -103,7 +113,7 @@ class Draft(nn.Module):
         """Scores over the draft vocabulary."""
         if self.eagle3:
             return self.lm_head(self.norm(hidden))  # type: ignore[no-any-return]
-        return F.linear(hidden, self.embedding[0].to(hidden.dtype))
+        return functional.linear(hidden, self.embedding[0].to(hidden.dtype))
 
     def step(
         self, hidden: Tensor, tokens: Tensor, past: list[tuple[Tensor, Tensor]], offset: int
@@ -116,7 +126,7 @@ class Draft(nn.Module):
         """
         layer, shape = self.midlayer, self.shape
         B, T = tokens.shape
-        embedded = F.embedding(tokens, self.embedding[0]).to(hidden.dtype)
+        embedded = functional.embedding(tokens, self.embedding[0]).to(hidden.dtype)
         if self.eagle3:
             residual = hidden
             x = torch.cat([layer.input_layernorm(embedded), layer.hidden_norm(hidden)], dim=-1)
@@ -184,6 +194,10 @@ def save_draft(draft: Draft, folder: Path) -> None:
     }
     if draft.eagle3:
         config["draft_vocab_size"] = len(draft.d2t)
+        config["eagle_config"] = {
+            "use_aux_hidden_state": True,
+            "eagle_aux_hidden_state_layer_ids": list(draft.aux),
+        }
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
 
 
@@ -193,7 +207,10 @@ def load_draft(
     """Read a head that `save_draft` wrote."""
     weights = load_file(folder / "model.safetensors")
     vocab = len(weights["d2t"]) if "d2t" in weights else None
-    draft = Draft(shape, embedding, vocab)
+    config = json.loads((folder / "config.json").read_text())
+    ids = config.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids")
+    customary = (2, shape.layers // 2, shape.layers - 3)
+    draft = Draft(shape, embedding, vocab, tuple(ids) if ids else customary)
     names = {name.replace("layers.0.", "midlayer."): t for name, t in weights.items()}
     draft.load_state_dict(names)
     return draft.to(embedding.device, dtype).requires_grad_(False).eval()

@@ -111,7 +111,7 @@ def exact_match(target: Target, draft: Draft, done: Completions) -> dict[int, di
     found: list[list[Tensor]] = []
     for at in range(0, len(done.tokens), 32):
         tokens = done.tokens[at : at + 32]
-        last, aux = target.features(tokens)
+        last, aux = target.features(tokens, draft.aux)
         given = torch.cat([tokens[:, 1:], tokens[:, -1:]], dim=1)
         features = aux if draft.eagle3 else last
         found.append(draft.chain(features, given, max(LENGTHS), lambda q, _: q.argmax(-1)))
@@ -139,7 +139,7 @@ def ratio_rule(
     while bool(active.any()):
         width = min(total, (int(length.max()) + k + 64) // 64 * 64)
         view = tokens[:, :width]
-        last, aux = target.features(view)
+        last, aux = target.features(view, draft.aux)
         given = torch.cat([view[:, 1:], view[:, -1:]], dim=1)
         at = length - 2
         q_rows: list[Tensor] = []

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.nn import functional
 
 from tools.build_pair.tokenizer import BOS_ID, END_ID, EOS_ID, PAD_ID
 
@@ -32,11 +32,6 @@ class Shape:
     eps: float = 1e-5
     max_positions: int = 1024
 
-    @property
-    def aux_boundaries(self) -> tuple[int, int, int]:
-        """The residual streams an EAGLE-3 draft sees: those entering blocks 2, L // 2 and L - 3."""
-        return (2, self.layers // 2, self.layers - 3)
-
 
 def rope_tables(shape: Shape, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines and sines, `[..., head_dim]`, of `positions`."""
@@ -57,7 +52,7 @@ class RMSNorm(nn.RMSNorm):
     """The norm in the type of its input: mixed types miss the fused kernel."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), self.eps)
+        return functional.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), self.eps)
 
 
 class Attention(nn.Module):
@@ -83,7 +78,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         B, T, _ = x.shape
         q, k, v = self.project(x, cos, sin)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.o_proj(out.transpose(1, 2).reshape(B, T, -1))  # type: ignore[no-any-return]
 
 
@@ -97,7 +92,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(shape.intermediate, shape.hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
+        return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
 
 
 class Block(nn.Module):
@@ -134,7 +129,10 @@ class Target(nn.Module):
                 nn.init.normal_(parameter, std=std)
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """The normed last hidden states `[B, T, H]`, and the residual stream entering each block."""
+        """The normed last hidden states `[B, T, H]`, and the residual stream at each boundary.
+
+        Boundary i is what enters block i; the last one is what leaves the last block.
+        """
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.embed_tokens(tokens)
         cos, sin = rope_tables(self.shape, positions)
@@ -143,16 +141,17 @@ class Target(nn.Module):
         for layer in self.layers:
             entering.append(x)
             x = layer(x, cos, sin)
+        entering.append(x)
         return self.norm(x), entering
 
-    def features(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Final normed states `[B, T, H]` and the three auxiliary ones side by side."""
-        last, entering = self(tokens)
-        return last, torch.cat([entering[i] for i in self.shape.aux_boundaries], dim=-1)
+    def features(self, tokens: Tensor, aux: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """Final normed states `[B, T, H]` and the streams at the boundaries `aux` side by side."""
+        last, streams = self(tokens)
+        return last, torch.cat([streams[i] for i in aux], dim=-1) if aux else last
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits of the tied head."""
-        return F.linear(hidden, self.embed_tokens.weight)
+        return functional.linear(hidden, self.embed_tokens.weight)
 
 
 def save_target(model: Target, folder: Path) -> None:

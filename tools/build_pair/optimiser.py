@@ -11,7 +11,7 @@ from torch import Tensor
 
 def orthogonalise(update: Tensor) -> Tensor:
     """Newton-Schulz iteration: the nearest semi-orthogonal matrices of a stack `[n, a, b]`."""
-    x = update.bfloat16()
+    x: Tensor = update.bfloat16()
     tall = x.shape[-2] > x.shape[-1]
     if tall:
         x = x.mT
@@ -19,7 +19,8 @@ def orthogonalise(update: Tensor) -> Tensor:
     for _ in range(5):
         gram = x @ x.mT
         x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
-    return x.mT if tall else x
+    result: Tensor = x.transpose(-2, -1) if tall else x
+    return result
 
 
 class Muon:

@@ -30,13 +30,71 @@ class Document:
 
 _ASCII = str.maketrans(
     {
-        "‘": "'", "’": "'", "“": '"', "”": '"', "–": "-", "—": " - ", "…": "...",
-        "\u00a0": " ", "¶": "", "\u00ad": "", "\u200b": "", "′": "'", "•": " ",
-        "ﬁ": "fi", "ﬂ": "fl", "\u2010": "-", "\u2011": "-", "×": "x", "§": "section ",
+        "\u2018": "'",
+        "\u2019": "'",
+        "\u201c": '"',
+        "\u201d": '"',
+        "\u2013": "-",
+        "\u2014": " - ",
+        "\u2026": "...",
+        "\u00a0": " ",
+        "\u00b6": "",
+        "\u00ad": "",
+        "\u200b": "",
+        "\u2032": "'",
+        "\u2022": " ",
+        "\ufb01": "fi",
+        "\ufb02": "fl",
+        "\u2010": "-",
+        "\u2011": "-",
+        "\u00d7": "x",
+        "\u00a7": "section ",
     }
-)  # fmt: skip
+)
 _COMMON = frozenset(
-    ["the", "of", "and", "to", "a", "in", "is", "that", "it", "for", "as", "with", "are", "be", "was", "this", "by", "on", "not", "or", "from", "an", "which", "can", "if", "will", "you", "have", "at", "his", "he", "they", "has", "but", "were", "all", "when", "their", "would", "there", "its"]
+    [
+        "the",
+        "of",
+        "and",
+        "to",
+        "a",
+        "in",
+        "is",
+        "that",
+        "it",
+        "for",
+        "as",
+        "with",
+        "are",
+        "be",
+        "was",
+        "this",
+        "by",
+        "on",
+        "not",
+        "or",
+        "from",
+        "an",
+        "which",
+        "can",
+        "if",
+        "will",
+        "you",
+        "have",
+        "at",
+        "his",
+        "he",
+        "they",
+        "has",
+        "but",
+        "were",
+        "all",
+        "when",
+        "their",
+        "would",
+        "there",
+        "its",
+    ]
 )
 _WORD = re.compile(r"[A-Za-z']+")
 _ODD = re.compile(r"[^A-Za-z0-9 ,.;:'\"()!?-]")
@@ -76,7 +134,7 @@ _BLOCK = re.compile(
     re.I,
 )
 _TAG = re.compile(r"<[^>]+>")
-_TITLE_TAIL = re.compile(r"\s+(?:[-—–|:»]|::)\s+.*$")
+_TITLE_TAIL = re.compile(r"\s+(?:[-\u2014\u2013|:\u00bb]|::)\s+.*$")
 
 
 def read_html(name: str, data: bytes) -> Iterator[tuple[str, list[str]]]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from tools.build_pair.model import Target, rope_tables, rotate
+from tools.build_pair.model import Block, Target, rope_tables, rotate
 from tools.build_pair.tokenizer import END_ID, EOS_ID, PAD_ID
 
 SPAN = 64  # a captured step attends a multiple of this many positions
@@ -48,7 +49,8 @@ class Sampler:
         cos = self.cos.index_select(0, at).to(x.dtype)
         sin = self.sin.index_select(0, at).to(x.dtype)
         hidden_keys = torch.arange(span, device=x.device) > at
-        for index, layer in enumerate(model.layers):
+        for index, module in enumerate(model.layers):
+            layer = cast(Block, module)
             normed = layer.input_layernorm(x)
             attention = layer.self_attn
             q = attention.q_proj(normed).view(self.rows, shape.heads, 1, -1)
@@ -114,8 +116,7 @@ class Sampler:
 
 def repeats(tokens: Tensor, prompts: Tensor, lengths: Tensor, n: int = 4) -> Tensor:
     """Where a completion's token n-gram ends that occurred in it before: `[R, T]` booleans."""
-    R, T = tokens.shape
-    columns = torch.arange(T, device=tokens.device)
+    columns = torch.arange(tokens.shape[1], device=tokens.device)
     code = torch.zeros_like(tokens)
     for back in range(n):
         code = code * 8209 + tokens.roll(back, 1)

@@ -47,7 +47,7 @@ SOURCES: tuple[Source, ...] = (
     Source("libssl-doc", _APACHE, "man"),
     Source("perl-doc", "Artistic-1.0-Perl or GPL-1+ (taken under Artistic)", "pod"),
     Source("libboost1.74-doc", "BSL-1.0"),
-    Source("racket-doc", "MIT or Apache-2.0"),
+    Source("racket-doc", "MIT or Apache-2.0; pages of some libraries LGPL-2.1+ or LGPL-3+"),
     Source("swi-prolog-doc", "BSD-2-Clause"),
     Source("tcl8.6-doc", "TCL licence (permissive)", "man"),
     Source("bind9-doc", "MPL-2.0"),
@@ -59,10 +59,26 @@ SOURCES: tuple[Source, ...] = (
     Source("docutils-doc", "public domain and BSD-2-Clause"),
     *(
         Source(f"python-{name}-doc", _BSD)
-        for name in ["django", "scipy", "pandas", "sympy", "statsmodels", "flask", "jinja2", "werkzeug", "celery", "scrapy", "h5py", "astropy", "tables", "sklearn"]
+        for name in [
+            "django",
+            "scipy",
+            "pandas",
+            "sympy",
+            "statsmodels",
+            "flask",
+            "jinja2",
+            "werkzeug",
+            "celery",
+            "scrapy",
+            "h5py",
+            "astropy",
+            "tables",
+            "sklearn",
+        ]
     ),
     *(Source(f"python-{name}-doc", "MIT") for name in ("sqlalchemy", "gevent", "setuptools")),
     *(Source(f"python-{name}-doc", _APACHE) for name in ("tornado", "xarray")),
+    Source("python-celery-doc", "CC-BY-SA-4.0 (the documentation)"),
     Source("python-dask-doc", _BSD),
     Source("python-cryptography-doc", "Apache-2.0 or BSD-3-Clause"),
     Source("python-biopython-doc", "Biopython licence (permissive)"),
@@ -70,7 +86,17 @@ SOURCES: tuple[Source, ...] = (
     Source("cython-doc", _APACHE),
     *(
         Source(f"{name}-doc", _APACHE)
-        for name in ["neutron", "nova", "cinder", "keystone", "glance", "swift", "heat", "ironic", "octavia"]
+        for name in (
+            "neutron",
+            "nova",
+            "cinder",
+            "keystone",
+            "glance",
+            "swift",
+            "heat",
+            "ironic",
+            "octavia",
+        )
     ),
 )
 

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 from tools.build_pair.batches import BUCKETS, Batches
 from tools.build_pair.encode import Records
 from tools.build_pair.model import Shape, Target, load_target, save_target
 from tools.build_pair.optimiser import Muon, schedule
 from tools.build_pair.prompts import PromptPool
-from tools.build_pair.sample_target import Sampler, repeats
+from tools.build_pair.sample_target import Completions, Sampler, repeats
 from tools.build_pair.tokenizer import PAD_ID
 
 HEALING_WEIGHT = 0.6
@@ -25,13 +25,13 @@ HEALING_WEIGHT = 0.6
 
 def loss_of(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     """Mean cross-entropy over the labels that are not padding."""
-    logits = F.linear(hidden, weight).float()
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=PAD_ID)
+    logits = functional.linear(hidden, weight).float()
+    return functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=PAD_ID)
 
 
 def next_token_loss(model: Target, tokens: Tensor, loss: Any = loss_of) -> Tensor:
     """Loss of predicting each token of `tokens [B, T]` from those before it."""
-    labels = F.pad(tokens[:, 1:], (0, 1), value=PAD_ID)
+    labels = functional.pad(tokens[:, 1:], (0, 1), value=PAD_ID)
     with torch.autocast(tokens.device.type, torch.bfloat16):
         hidden, _ = model(tokens)
         return loss(hidden, model.embed_tokens.weight, labels)  # type: ignore[no-any-return]
@@ -126,6 +126,21 @@ def pretrain(
     log.append({"step": step, "seconds": round(time.time() - started, 1), "tokens": seen})
 
 
+def loop_loss(model: Target, done: Completions) -> tuple[Tensor, float]:
+    """Unlikelihood of the tokens that end a repeated 4-gram, and the share of such tokens."""
+    again = repeats(done.tokens, done.prompts, done.lengths)
+    written = max(int((done.lengths - done.prompts).sum()), 1)
+    with torch.autocast(done.tokens.device.type, torch.bfloat16):
+        hidden, _ = model(done.tokens)
+        # Only the positions before a repeat matter: a few per cent of all.
+        at = again[:, 1:].nonzero(as_tuple=True)
+        logits = model.head(hidden[at]).float()
+    chosen = done.tokens[:, 1:][at]
+    probability = logits.softmax(-1).gather(1, chosen.unsqueeze(1))
+    loss = -torch.log1p(-probability.clamp(max=0.999)).sum() / written
+    return loss, float(again.sum()) / written
+
+
 def against_loops(
     model: Target,
     data: Batches,
@@ -134,7 +149,7 @@ def against_loops(
     weight: float,
     log: list[dict[str, float]],
 ) -> None:
-    """Unlikelihood, times `weight`, on the repeats of greedy completions, mixed with the ordinary loss."""
+    """Loss on the repeats of greedy completions, times `weight`, beside the ordinary loss."""
     twin = bf16_copy(model)
     # The shape of a training bucket, so that nothing is compiled anew.
     rows, length = data.tokens // 256, 256
@@ -147,24 +162,14 @@ def against_loops(
         twin.load_state_dict(model.state_dict())
         prompts, lengths = pool.draw(rows, 48, chat_share=0.4)
         done = sampler.sample(prompts, lengths, heat)
-        again = repeats(done.tokens, done.prompts, done.lengths)
-        written = int((done.lengths - done.prompts).sum())
+        unlikely, share = loop_loss(model, done)
+        (weight * unlikely).backward()
         for group in optimiser.param_groups:
             group["lr"] = 2e-4 * min(1.0, 2 * (1 - progress))
-        with torch.autocast(data.device, torch.bfloat16):
-            hidden, _ = model(done.tokens)
-            # Only the positions before a repeat matter: a few per cent of all.
-            at = again[:, 1:].nonzero(as_tuple=True)
-            logits = model.head(hidden[at]).float()
-        chosen = done.tokens[:, 1:][at]
-        probability = logits.softmax(-1).gather(1, chosen.unsqueeze(1))
-        unlikely = -torch.log1p(-probability.clamp(max=0.999)).sum() / max(written, 1)
-        (weight * unlikely).backward()
         next_token_loss(model, next(batches)).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimiser.step()
         optimiser.zero_grad(set_to_none=True)
-        share = float(again.sum()) / max(written, 1)
         if step % 10 == 0:
             print(f"loops: step {step} repeated {share:.3f}", flush=True)
         log.append({"loop_step": step, "repeated": round(share, 4)})

@@ -134,17 +134,17 @@ def chats(synsets: dict[str, Synset], rng: random.Random) -> Iterator[Chat]:
             yield word, f"Which word means this: {gloss}?", f"The word is {word}."
         if pos != "n":
             continue
-        parent = synsets.get(first.parents[0]) if first.parents else None
+        above = synsets.get(first.parents[0]) if first.parents else None
         kinds = [synsets[k].words[0] for k in children.get(key_of[id(first)], [])]
-        if parent is not None and rng.random() < 0.5:
-            answer = f"{sentence(noun)[:-1]} is a kind of {parent.words[0]}: {parent.gloss}."
+        if above is not None and rng.random() < 0.5:
+            answer = f"{sentence(noun)[:-1]} is a kind of {above.words[0]}: {above.gloss}."
             yield word, f"What kind of thing is {noun}?", answer
         if len(kinds) >= 3 and rng.random() < 0.7:
             some = listing(rng.sample(kinds, min(5, len(kinds))))
             yield word, f"Name some kinds of {word}.", f"Some kinds of {word} are {some}."
-        if parent is not None and rng.random() < 0.6:
+        if above is not None and rng.random() < 0.6:
             parts = [f"{sentence(noun)[:-1]} is {gloss}."]
-            parts.append(f"It is a kind of {parent.words[0]}, which is {parent.gloss}.")
+            parts.append(f"It is a kind of {above.words[0]}, which is {above.gloss}.")
             if len(kinds) >= 2:
                 parts.append(f"Kinds of {word} include {listing(kinds[:4])}.")
             if others:
