@@ -20,8 +20,8 @@ from fake_engine import FakeEngine
 
 import specgen
 from specgen.cli import cli
+from specgen.commands import draft_flags, run_options
 from specgen.commands import run as run_command
-from specgen.commands import run_options
 from specgen.commands.run import run
 from specgen.commands.run_options import sampling_of
 from specgen.config import EngineConfig
@@ -164,7 +164,7 @@ def test_flags_reach_their_configurations(invoke: Invoke, options: list[Any]) ->
 
 def test_every_flag_is_used() -> None:
     """A flag that goes nowhere would be ignored in silence."""
-    source = "".join(Path(m.__file__).read_text() for m in (run_command, run_options))
+    source = "".join(Path(m.__file__).read_text() for m in (run_command, run_options, draft_flags))
     for param in run.params:
         assert param.name is not None
         uses = source.count(f'"{param.name}"')

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import click
 
+from specgen.commands.draft_flags import DRAFT_OVERRIDES
 from specgen.commands.duration import parse_duration
 from specgen.config import (
     DEVICES,
@@ -70,7 +71,7 @@ def _option(*names: str, **settings: Any) -> Callable[[_Command], _Command]:
 MODEL = [
     _option("--model", metavar="DIR|ID", help="Target model; without it the built-in pair."),
     _option("--tokenizer", metavar="DIR|ID", help="Tokenizer, if not the model's own."),
-    _option("--revision", metavar="REV", help="Revision of models taken from the hub."),
+    _option("--revision", metavar="REV", help="Revision of a model from the hub."),
     _option("--dtype", type=click.Choice(DTYPES), default="auto", show_default=True),
     _option("--max-model-len", type=int, metavar="N", help="Longest prompt plus completion."),
     _option("--max-num-seqs", type=int, metavar="N", help="Completions that run at a time."),
@@ -114,6 +115,7 @@ DRAFT = [
         help="How drafts are judged.",
     ),
     _option("--no-draft", is_flag=True, help="Generate without speculation."),
+    *DRAFT_OVERRIDES,
 ]
 SAMPLING = [
     _option("--seed", type=int, default=0, show_default=True, help="Seed of the run."),

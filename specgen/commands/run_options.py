@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from specgen.commands.draft_flags import DRAFT_OVERRIDE_FLAGS
 from specgen.config import EngineConfig
 from specgen.errors import UsageError
 from specgen.request_io.shard import Shard
@@ -21,6 +22,7 @@ _ENGINE_FLAGS = (
     "max_num_batched_tokens", "gpu_memory_utilization", "device", "load_format",
     "trust_remote_code", "generation_config", "chat_template", "draft_model",
     "num_speculative_tokens", "draft_sample", "rejection_sample", "no_draft", "seed", "overlong",
+    *DRAFT_OVERRIDE_FLAGS,
 )  # fmt: skip
 _SAMPLING_FLAGS = (
     "temperature", "top_p", "top_k", "max_tokens", "n", "stop", "stop_token_ids", "ignore_eos",
@@ -151,6 +153,9 @@ def _check_draft_flags(flags: dict[str, Any]) -> None:
         raise UsageError(f"--num-speculative-tokens needs a draft: {reason}", hint)
     if flags["draft_sample"] != "greedy":
         raise UsageError(f"--draft-sample needs a draft: {reason}", hint)
+    for name in DRAFT_OVERRIDE_FLAGS:
+        if flags[name] is not None:
+            raise UsageError(f"--{name.replace('_', '-')} needs a draft: {reason}", hint)
 
 
 def sampling_of(given: dict[str, Any], model_defaults: dict[str, Any]) -> SamplingParams:

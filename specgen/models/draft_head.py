@@ -18,17 +18,13 @@ from specgen.models.config import (
     parse_rope,
     refuse_quantization,
 )
-from specgen.models.decoder import Decoder
 from specgen.models.draft import DraftOverrides
 from specgen.models.draft_layout import DraftSource
 from specgen.models.layers import empty_parameter
-from specgen.models.rotary import build_cos_sin
+from specgen.models.rotary import TABLE_MARGIN, build_cos_sin
+from specgen.models.target import TargetModel
 
 __all__ = ["DraftHead", "describe_rope", "layer_notes", "parse_draft_layer", "parse_vocab_size"]
-
-# Ropes made for a length; the others go on past a head's max_position_embeddings, which is a
-# length of training.
-_BOUNDED_ROPES = frozenset(("yarn", "dynamic", "longrope"))
 
 
 def parse_draft_layer(
@@ -53,7 +49,7 @@ def parse_draft_layer(
     _check_one_layer(source)
     sizes = parse_block_sizes(reader)
     max_positions = reader.positive_int("max_position_embeddings", 2048)
-    rope = parse_rope(reader, max_positions, overrides.rope_theta)
+    rope = parse_rope(reader, max_positions, overrides.rope_theta, head_dim=sizes["head_dim"])
     speculators_qwen3 = source.origin == "speculators" and reader.get("model_type") == "qwen3"
     return {
         **sizes,
@@ -64,7 +60,7 @@ def parse_draft_layer(
         "mlp_bias": reader.flag("mlp_bias") or f"{layer}.mlp.down_proj.bias" in names,
         "qk_norm": speculators_qwen3 or f"{layer}.self_attn.q_norm.weight" in names,
         "max_position_embeddings": max_positions,
-        "position_limit": max_positions if rope.rope_type in _BOUNDED_ROPES else None,
+        "position_limit": _position_limit(rope, max_positions),
         "rope": rope,
         "sliding_window": _sliding_window(reader, target),
     }
@@ -88,6 +84,16 @@ def layer_notes(layer: dict[str, Any]) -> tuple[str, ...]:
     if layer["sliding_window"]:
         notes.append(f"the head attends to the last {layer['sliding_window']} tokens")
     return tuple(notes)
+
+
+def _position_limit(rope: RopeConfig, max_positions: int) -> int | None:
+    """Positions that a rope made for a length reaches; None where it goes on past training.
+
+    A dynamic rope ends where its base would begin to grow: a head was trained below.
+    """
+    if rope.rope_type == "yarn":
+        return rope.reach(max_positions)
+    return max_positions if rope.rope_type in ("dynamic", "longrope") else None
 
 
 def _sliding_window(reader: ConfigReader, target: ModelConfig) -> int:
@@ -140,7 +146,7 @@ class DraftHead(nn.Module):
     Shared tensors are kept detached: only what the head owns is a parameter of it.
     """
 
-    def __init__(self, config: DraftConfig, target: Decoder) -> None:
+    def __init__(self, config: DraftConfig, target: TargetModel) -> None:
         """Allocate uninitialised parameters beside the target's, in its dtype."""
         super().__init__()
         self.config = config
@@ -162,15 +168,7 @@ class DraftHead(nn.Module):
             if "lm_head" in config.stored
             else target.lm_head_weight.detach()
         )
-        # A head's own length is one of training: its table covers the target's. One table serves
-        # both where the ropes agree.
-        num_positions = target.cos_sin.shape[0]
-        shared = config.rope == target.config.rope and config.head_dim == target.head_dim
-        self.cos_sin = (
-            target.cos_sin
-            if shared
-            else build_cos_sin(config.rope, config.head_dim, num_positions, device)
-        )
+        self.cos_sin = _rope_table(config, target)
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Embeddings of target ids, ``[T] -> [T, H]``."""
@@ -180,7 +178,7 @@ class DraftHead(nn.Module):
         """Logits over the draft vocabulary, ``[R, H] -> [R, Vd]``."""
         return functional.linear(hidden, self.lm_head_weight)
 
-    def share_embedding(self, target: Decoder) -> None:
+    def share_embedding(self, target: TargetModel) -> None:
         """Drop the head's own embedding and read the target's."""
         del self.embed_weight
         self.embed_weight = target.embed_weight.detach()
@@ -193,3 +191,20 @@ class DraftHead(nn.Module):
         if "lm_head" in self.config.stored:
             slots["lm_head.weight"] = self.lm_head_weight
         return slots
+
+
+def _rope_table(config: DraftConfig, target: TargetModel) -> torch.Tensor:
+    """A rope table as long as the target's, which is the target's own where the ropes agree.
+
+    A head's length is one of training, and most ropes go on past it. Where one ends, nothing is
+    drafted from there on, and its rows only have to exist.
+    """
+    num_positions, device = target.cos_sin.shape[0], target.device
+    limit = config.position_limit
+    if limit is None:
+        if config.rope == target.config.rope and config.head_dim == target.head_dim:
+            return target.cos_sin
+        return build_cos_sin(config.rope, config.head_dim, num_positions, device)
+    num_reached = min(num_positions, limit + TABLE_MARGIN)
+    table = build_cos_sin(config.rope, config.head_dim, num_reached, device)
+    return torch.cat((table, table.new_zeros(num_positions - num_reached, config.head_dim)))
