@@ -84,7 +84,8 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     shape = Shape(layers=7, intermediate=64) if args.tiny else Shape()
     whole = args.stage == "all"
-    trained = args.target or (out / "target" if whole else PAIR / "target")
+    fresh = out / "target"
+    trained = args.target or (fresh if whole or fresh.is_dir() else PAIR / "target")
     if args.stage == "data" or whole:
         data(args.work)
     if args.stage == "target" or whole:
