@@ -34,13 +34,13 @@ def resolve(config: EngineConfig) -> ResolvedConfig:
         str(BUILTIN_TARGET) if config.model is None else locate(config.model, config.revision)
     )
     draft_dir = _draft_dir(config)
-    model = read_model_config(model_dir)
+    model = read_model_config(model_dir, trust_remote_code=config.trust_remote_code)
     max_model_len = config.max_model_len or model.max_position_embeddings
-    if max_model_len > model.max_position_embeddings:
+    if max_model_len > model.longest_context:
         raise UsageError(
             f"--max-model-len {max_model_len} is beyond the model's "
-            f"{model.max_position_embeddings} positions",
-            f"give at most {model.max_position_embeddings}",
+            f"{model.longest_context} positions",
+            f"give at most {model.longest_context}",
         )
     k = config.num_speculative_tokens
     if draft_dir is None:
@@ -72,7 +72,8 @@ def resolve(config: EngineConfig) -> ResolvedConfig:
         draft_norm_before_residual=config.draft_norm_before_residual,
         seed=config.seed,
         overlong=config.overlong,
-        cuda_graphs=config.cuda_graphs and device == "cuda",
+        # A model that transformers runs may wait for the host anywhere: nothing to capture.
+        cuda_graphs=config.cuda_graphs and device == "cuda" and model.backend == "native",
         eos_token_ids=_eos_token_ids(model_dir, model.eos_token_ids),
         vocab_size=model.vocab_size,
     )

@@ -21,6 +21,7 @@ __all__ = [
     "ModelConfig",
     "RopeConfig",
     "parse_block_sizes",
+    "parse_dtype",
     "parse_model_config",
     "parse_rope",
     "refuse_quantization",
@@ -82,6 +83,8 @@ class ModelConfig(BlockConfig):
     layer_windows: tuple[int, ...] = ()
     """Keys that a token of each layer sees at most, its own included; 0: all. Empty: 0 for all."""
     experts: ExpertsConfig | None = None
+    backend: Literal["native", "transformers"] = "native"
+    """Whose code runs the model."""
 
     @property
     def longest_context(self) -> int:
@@ -226,7 +229,7 @@ def parse_model_config(reader: ConfigReader, family: Family) -> ModelConfig:
             head_dim=sizes["head_dim"],
         ),
         tie_word_embeddings=reader.flag("tie_word_embeddings"),
-        dtype=_parse_dtype(reader),
+        dtype=parse_dtype(reader),
         bos_token_id=bos_ids[0] if bos_ids else None,
         eos_token_ids=reader.ids("eos_token_id"),
         layer_windows=_parse_windows(reader, family, num_layers),
@@ -234,7 +237,8 @@ def parse_model_config(reader: ConfigReader, family: Family) -> ModelConfig:
     )
 
 
-def _parse_dtype(reader: ConfigReader) -> str | None:
+def parse_dtype(reader: ConfigReader) -> str | None:
+    """Name of the checkpoint's dtype; None where the configuration is silent."""
     key = "dtype" if reader.get("dtype") is not None else "torch_dtype"
     name = reader.get(key)
     if name is None:

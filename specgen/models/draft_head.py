@@ -18,11 +18,11 @@ from specgen.models.config import (
     parse_rope,
     refuse_quantization,
 )
-from specgen.models.decoder import Decoder
 from specgen.models.draft import DraftOverrides
 from specgen.models.draft_layout import DraftSource
 from specgen.models.layers import empty_parameter
 from specgen.models.rotary import TABLE_MARGIN, build_cos_sin
+from specgen.models.target import TargetModel
 
 __all__ = ["DraftHead", "describe_rope", "layer_notes", "parse_draft_layer", "parse_vocab_size"]
 
@@ -146,7 +146,7 @@ class DraftHead(nn.Module):
     Shared tensors are kept detached: only what the head owns is a parameter of it.
     """
 
-    def __init__(self, config: DraftConfig, target: Decoder) -> None:
+    def __init__(self, config: DraftConfig, target: TargetModel) -> None:
         """Allocate uninitialised parameters beside the target's, in its dtype."""
         super().__init__()
         self.config = config
@@ -178,7 +178,7 @@ class DraftHead(nn.Module):
         """Logits over the draft vocabulary, ``[R, H] -> [R, Vd]``."""
         return functional.linear(hidden, self.lm_head_weight)
 
-    def share_embedding(self, target: Decoder) -> None:
+    def share_embedding(self, target: TargetModel) -> None:
         """Drop the head's own embedding and read the target's."""
         del self.embed_weight
         self.embed_weight = target.embed_weight.detach()
@@ -193,7 +193,7 @@ class DraftHead(nn.Module):
         return slots
 
 
-def _rope_table(config: DraftConfig, target: Decoder) -> torch.Tensor:
+def _rope_table(config: DraftConfig, target: TargetModel) -> torch.Tensor:
     """A rope table as long as the target's, which is the target's own where the ropes agree.
 
     A head's length is one of training, and most ropes go on past it. Where one ends, nothing is

@@ -10,7 +10,6 @@ import torch
 from specgen.errors import ModelError
 from specgen.models.attention import Attention, AttentionMetadata, KVCache
 from specgen.models.config import DraftConfig, ModelConfig
-from specgen.models.decoder import Decoder
 from specgen.models.draft import DraftOverrides
 from specgen.models.draft_head import (
     DraftHead,
@@ -21,6 +20,7 @@ from specgen.models.draft_head import (
 )
 from specgen.models.draft_layout import DraftSource
 from specgen.models.layers import GatedMLP, Linear, RMSNorm
+from specgen.models.target import TargetModel
 
 if TYPE_CHECKING:
     from specgen.kernels import Kernels
@@ -104,7 +104,7 @@ class Eagle1Draft(DraftHead):
     is also the next pass's feature.
     """
 
-    def __init__(self, config: DraftConfig, target: Decoder, kernels: Kernels) -> None:
+    def __init__(self, config: DraftConfig, target: TargetModel, kernels: Kernels) -> None:
         """Allocate uninitialised parameters beside the target's, in its dtype."""
         super().__init__(config, target)
         device, dtype = target.device, target.dtype

@@ -11,7 +11,6 @@ from torch import nn
 from specgen.errors import ModelError
 from specgen.models.attention import Attention, AttentionMetadata, KVCache
 from specgen.models.config import ConfigReader, DraftConfig, ModelConfig
-from specgen.models.decoder import Decoder
 from specgen.models.draft import DraftOverrides
 from specgen.models.draft_head import (
     DraftHead,
@@ -22,6 +21,7 @@ from specgen.models.draft_head import (
 )
 from specgen.models.draft_layout import DraftSource
 from specgen.models.layers import GatedMLP, Linear, RMSNorm
+from specgen.models.target import TargetModel
 
 if TYPE_CHECKING:
     from specgen.kernels import Kernels
@@ -264,7 +264,7 @@ class Eagle3Draft(DraftHead):
 
     features: Literal["aux", "final"]
 
-    def __init__(self, config: DraftConfig, target: Decoder, kernels: Kernels) -> None:
+    def __init__(self, config: DraftConfig, target: TargetModel, kernels: Kernels) -> None:
         """Allocate uninitialised parameters beside the target's, in its dtype."""
         super().__init__(config, target)
         size = config.hidden_size

@@ -14,47 +14,66 @@ from specgen.models.qwen2 import QWEN2
 from specgen.models.qwen3 import QWEN3
 from specgen.models.qwen3_moe import QWEN3_MOE
 
-__all__ = ["FAMILIES", "find_family", "read_model_config"]
+__all__ = ["FAMILIES", "find_family", "match_family", "read_model_config"]
 
 FAMILIES: tuple[Family, ...] = (LLAMA, QWEN2, QWEN3, QWEN3_MOE, MISTRAL, MIXTRAL)
 
 
+def match_family(reader: ConfigReader) -> Family | None:
+    """The native family that ``architectures`` names, or ``model_type`` where that is absent."""
+    architectures = reader.get("architectures")
+    if architectures is None:
+        model_type = reader.get("model_type")
+        return next((family for family in FAMILIES if family.model_type == model_type), None)
+    names = architectures if isinstance(architectures, list) else [architectures]
+    return next((family for family in FAMILIES if family.architecture in names), None)
+
+
 def find_family(reader: ConfigReader) -> Family:
-    """The family that ``architectures`` names, or ``model_type`` where that key is absent.
+    """As :func:`match_family`, for callers that need a native family.
 
     Raises:
-        ModelError: the architecture is unknown; the text lists the supported ones.
+        ModelError: there is none; the text lists the supported ones.
     """
-    supported = ", ".join(family.architecture for family in FAMILIES)
-    architectures = reader.get("architectures")
+    family = match_family(reader)
+    if family is not None:
+        return family
+    architectures, hint = reader.get("architectures"), f"native targets: {_native_names()}"
     if architectures is not None:
-        names = architectures if isinstance(architectures, list) else [architectures]
-        for family in FAMILIES:
-            if family.architecture in names:
-                return family
         raise ModelError(
-            f'{reader.source}: "architectures" names {names}, which is not supported as a target',
-            hint=f"supported targets: {supported}",
+            f'{reader.source}: "architectures" names {architectures}, which is not a native target',
+            hint=hint,
         )
     model_type = reader.get("model_type")
-    for family in FAMILIES:
-        if family.model_type == model_type:
-            return family
     raise ModelError(
         f'{reader.source}: no "architectures" and "model_type" is {model_type!r}: '
-        "not a supported target",
-        hint=f"supported targets: {supported}",
+        "not a native target",
+        hint=hint,
     )
 
 
-def read_model_config(path: str | Path) -> ModelConfig:
+def read_model_config(path: str | Path, *, trust_remote_code: bool = False) -> ModelConfig:
     """Read and check ``path/config.json`` of a target.
+
+    A model of no native family is described for transformers to run (``backend``).
 
     Args:
         path: directory of the checkpoint.
+        trust_remote_code: whether code beside the checkpoint may run.
 
     Raises:
         ModelError: the file is missing or unreadable, or names something unsupported.
     """
     reader = ConfigReader.from_directory(path)
-    return parse_model_config(reader, find_family(reader))
+    family = match_family(reader)
+    if family is not None:
+        return parse_model_config(reader, family)
+    from specgen.models.transformers_config import read_transformers_config
+
+    return read_transformers_config(
+        reader, path, trust_remote_code=trust_remote_code, supported=_native_names()
+    )
+
+
+def _native_names() -> str:
+    return ", ".join(family.architecture for family in FAMILIES)

@@ -25,6 +25,7 @@ from specgen.models.dummy import fill_dummy
 from specgen.models.eagle import Eagle1Draft, parse_eagle1_config
 from specgen.models.eagle3 import Eagle3Draft, parse_eagle3_config
 from specgen.models.registry import read_model_config
+from specgen.models.target import TargetModel
 from specgen.models.token_map import invert_target_ids, read_target_ids, read_token_map
 
 if TYPE_CHECKING:
@@ -50,8 +51,9 @@ def load_target(
     aux_layers: tuple[int, ...] = (),
     max_model_len: int | None = None,
     load_format: str = "auto",
-) -> Decoder:
-    """Load a target.
+    trust_remote_code: bool = False,
+) -> TargetModel:
+    """Load a target: natively, or through transformers where no native family matches.
 
     Args:
         path: directory with ``config.json`` and weights (for ``"dummy"`` the configuration alone).
@@ -61,13 +63,28 @@ def load_target(
         aux_layers: boundaries whose features the draft needs, see :class:`Decoder`.
         max_model_len: tokens of the longest row, see :class:`Decoder`.
         load_format: ``"auto"``, or ``"dummy"`` for fixed pseudo-random weights.
+        trust_remote_code: whether code beside the checkpoint may run (transformers only).
 
     Raises:
         ModelError: anything about the checkpoint that is missing, damaged, unsupported or unused.
     """
-    config = read_model_config(path)
+    config = read_model_config(path, trust_remote_code=trust_remote_code)
     checkpoint = None if load_format == "dummy" else Checkpoint.open(path)
     resolved = resolve_dtype(dtype, device, config, checkpoint)
+    if config.backend == "transformers":
+        from specgen.models.transformers_target import load_transformers_target
+
+        return load_transformers_target(
+            path,
+            config,
+            device=device,
+            dtype=resolved,
+            kernels=kernels,
+            aux_layers=aux_layers,
+            max_model_len=max_model_len,
+            load_format=load_format,
+            trust_remote_code=trust_remote_code,
+        )
     decoder = Decoder(
         config, kernels, aux_layers, max_model_len=max_model_len, device=device, dtype=resolved
     )
@@ -110,7 +127,7 @@ def inspect_draft(
 
 def load_draft(
     path: str | Path,
-    target: Decoder,
+    target: TargetModel,
     *,
     device: torch.device | str,
     dtype: torch.dtype | str = "auto",
@@ -270,7 +287,10 @@ def _fill_truncated(
 
 
 def _compare_embedding(
-    draft: DraftHead, target: Decoder, tensors: Mapping[str, TensorInfo], source: DraftSource
+    draft: DraftHead,
+    target: TargetModel,
+    tensors: Mapping[str, TensorInfo],
+    source: DraftSource,
 ) -> None:
     """Share an embedding stored twice; warn of one that is the head's own."""
     if "embed_tokens" not in draft.config.stored:

@@ -18,9 +18,20 @@ _GPU_RESERVE_BYTES = 1 << 30  # kernels, graph pools, fragmentation
 class CachedModel(Protocol):
     """What the cache must know of a model."""
 
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
+    @property
+    def num_layers(self) -> int:
+        """Layers with a cache."""
+        ...
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key and value heads of a layer."""
+        ...
+
+    @property
+    def head_dim(self) -> int:
+        """Size of a head."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from specgen.config import EngineConfig, ResolvedConfig
 from specgen.errors import ModelError
 from specgen.kernels import select_kernels
 from specgen.models.config import DraftConfig
-from specgen.models.decoder import Decoder
 from specgen.models.draft import DraftModel, DraftOverrides
 from specgen.models.registry import read_model_config
+from specgen.models.target import TargetModel
 from specgen.models.weights import inspect_draft, load_draft, load_target
 from specgen.pipeline.block_manager import BlockManager
 from specgen.pipeline.cuda_graphs import DecodeGraphs
@@ -34,7 +34,7 @@ class Pipeline:
 
     config: ResolvedConfig
     tokenizer: Tokenizer
-    target: Decoder
+    target: TargetModel
     draft: DraftModel | None
     draft_config: DraftConfig | None
     caches: KVCaches
@@ -69,6 +69,8 @@ class Pipeline:
             "draft_logits_bytes": self.state.draft_logits_bytes,
             "adds_bos": self.tokenizer.adds_bos,
             "has_chat_template": self.tokenizer.has_chat_template,
+            "target_backend": self.target.config.backend,
+            "target_notes": list(self.target.notes),
             "draft_layout": None if self.draft_config is None else self.draft_config.layout,
             "draft_notes": [] if self.draft_config is None else list(self.draft_config.notes),
         }
@@ -94,7 +96,7 @@ def build_pipeline(config: ResolvedConfig) -> Pipeline:
     if config.draft_dir is not None:
         draft_config = inspect_draft(
             config.draft_dir,
-            read_model_config(config.model_dir),
+            read_model_config(config.model_dir, trust_remote_code=config.trust_remote_code),
             load_format=config.load_format,
             overrides=overrides,
         )
@@ -104,7 +106,9 @@ def build_pipeline(config: ResolvedConfig) -> Pipeline:
         dtype=dtype,
         kernels=kernels,
         aux_layers=() if draft_config is None else draft_config.aux_layers,
+        max_model_len=config.max_model_len,
         load_format=config.load_format,
+        trust_remote_code=config.trust_remote_code,
     )
     draft = None
     if config.draft_dir is not None:
@@ -151,7 +155,7 @@ def check_vocabulary(tokenizer: Tokenizer, config: ResolvedConfig) -> None:
 def _assemble(
     config: ResolvedConfig,
     tokenizer: Tokenizer,
-    target: Decoder,
+    target: TargetModel,
     draft: DraftModel | None,
     draft_config: DraftConfig | None,
 ) -> Pipeline:
@@ -197,7 +201,8 @@ def _assemble(
             draft_sample=config.draft_sample,
             block_size=block_size,
         )
-    graphs = DecodeGraphs(config.max_num_seqs, device) if config.cuda_graphs else None
+    captured = config.cuda_graphs and target.capturable
+    graphs = DecodeGraphs(config.max_num_seqs, device) if captured else None
     runner = ModelRunner(
         target,
         caches.target,
@@ -231,12 +236,11 @@ def _assemble(
     )
 
 
-def _activation_bytes(config: ResolvedConfig, target: Decoder) -> int:
+def _activation_bytes(config: ResolvedConfig, target: TargetModel) -> int:
     """A generous bound on the temporaries of the largest prefill and decode step."""
     model = target.config
     itemsize: int = getattr(torch, config.dtype).itemsize
     decode_rows = config.max_num_seqs * (config.num_speculative_tokens + 1)
     num_tokens = max(config.max_num_batched_tokens, decode_rows)
-    width = 2 * model.intermediate_size + model.qkv_size + 8 * model.hidden_size
     logits = decode_rows * config.vocab_size * (itemsize + 4)
-    return num_tokens * width * itemsize + logits
+    return num_tokens * model.activation_width * itemsize + logits

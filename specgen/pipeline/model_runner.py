@@ -14,7 +14,7 @@ import torch
 from specgen.kernels import Kernels
 from specgen.kernels.batch_types import CommitResult
 from specgen.models.attention import AttentionMetadata
-from specgen.models.decoder import Decoder
+from specgen.models.target import TargetModel
 from specgen.pipeline.cuda_graphs import DecodeGraphs
 from specgen.pipeline.drafter import Drafter
 from specgen.pipeline.input_batch import PrefillBatch
@@ -46,7 +46,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        target: Decoder,
+        target: TargetModel,
         caches: tuple[KVCache, ...],
         kernels: Kernels,
         state: RequestState,

@@ -8,6 +8,14 @@ from typing import Any
 import pytest
 import torch
 from models.paged import Paged
+from models.passes import (
+    Expected,
+    check_against,
+    random_sequences,
+    relative_error,
+    run_all,
+    run_transformers,
+)
 from models.tiny import make_target
 
 from specgen.kernels import select_kernels
@@ -89,12 +97,6 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_parameters": yarn(original_max_position_embeddings=64, attention_factor=0.8)},
     ),
 }
-LENGTHS = (41, 7, 26)
-
-
-def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    assert got.shape == want.shape
-    return float((got - want).abs().max() / want.abs().max())
 
 
 @pytest.fixture(scope="module", params=list(TARGETS))
@@ -105,24 +107,12 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 @pytest.fixture(scope="module")
 def sequences() -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    return [torch.randint(4, 96, (n,), generator=generator, dtype=torch.int32) for n in LENGTHS]
+    return random_sequences()
 
 
 @pytest.fixture(scope="module")
-def expected(
-    checkpoint: Path, sequences: list[torch.Tensor]
-) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
-    """Logits and hidden_states of each sequence by transformers."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation="eager").eval()
-    results = []
-    with torch.inference_mode():
-        for tokens in sequences:
-            out = model(tokens[None].long(), output_hidden_states=True)
-            results.append((out.logits[0], [h[0] for h in out.hidden_states]))
-    return results
+def expected(checkpoint: Path, sequences: list[torch.Tensor]) -> Expected:
+    return run_transformers(checkpoint, sequences)
 
 
 @pytest.fixture(scope="module")
@@ -130,73 +120,17 @@ def decoder(checkpoint: Path) -> Decoder:
     return load_target(checkpoint, device="cpu", kernels=KERNELS, aux_layers=tuple(range(8)))
 
 
-def run_all(
-    decoder: Decoder, sequences: list[torch.Tensor]
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Hidden and aux of every position: prefill in uneven chunks, then decode with rejections."""
-    paged = Paged(decoder, len(sequences), max(LENGTHS))
-    size = decoder.config.hidden_size
-    hidden = [torch.full((n, size), torch.nan) for n in LENGTHS]
-    aux = [torch.full((n, 8 * size), torch.nan) for n in LENGTHS]
-
-    def keep(slot: int, first: int, h: torch.Tensor, a: torch.Tensor) -> None:
-        hidden[slot][first : first + len(h)] = h
-        aux[slot][first : first + len(a)] = a
-
-    def prefill(chunks: list[tuple[int, int, int]], padding: int = 0) -> None:
-        ids = torch.cat([sequences[s][f : f + n] for s, f, n in chunks])
-        ids = torch.cat((ids, torch.zeros(padding, dtype=torch.int32)))
-        h, a = decoder.forward(ids, paged.prefill(chunks, padding), paged.caches)
-        assert a is not None
-        start = 0
-        for slot, first, n in chunks:
-            keep(slot, first, h[start : start + n], a[start : start + n])
-            start += n
-
-    def decode(rows: list[tuple[int, int, int]], query_len: int, wrong_from: int) -> None:
-        """Tokens from index ``wrong_from`` on are drafts that will be rejected."""
-        ids = torch.zeros(len(rows), query_len, dtype=torch.int32)
-        for i, (slot, first, n) in enumerate(rows):
-            ids[i, :n] = sequences[slot][first : first + n]
-            ids[i, wrong_from:] = 5
-        metadata = paged.decode(rows, query_len)
-        h, a = decoder.forward(ids.flatten(), metadata, paged.caches)
-        assert a is not None
-        for i, (slot, first, n) in enumerate(rows):
-            right = slice(i * query_len, i * query_len + min(n, wrong_from))
-            keep(slot, first, h[right], a[right])
-
-    with torch.inference_mode():
-        prefill([(1, 0, 3), (0, 0, 11)], padding=3)
-        prefill([(2, 0, 20), (0, 11, 14)])
-        decode([(0, 25, 4), (1, 3, 2), (2, 20, 4)], query_len=4, wrong_from=2)
-        decode([(2, 22, 3), (0, 27, 3)], query_len=3, wrong_from=3)
-        prefill([(0, 30, 9)])
-        decode([(0, 39, 1), (2, 25, 1), (1, 5, 1)], query_len=1, wrong_from=1)
-        decode([(0, 40, 1), (1, 6, 1)], query_len=3, wrong_from=3)
-    return list(zip(hidden, aux, strict=True))
-
-
 def test_logits_and_features_equal_transformers(
-    decoder: Decoder,
-    sequences: list[torch.Tensor],
-    expected: list[tuple[torch.Tensor, list[torch.Tensor]]],
+    decoder: Decoder, sequences: list[torch.Tensor], expected: Expected
 ) -> None:
-    size, num_layers = decoder.config.hidden_size, decoder.num_layers
-    for (hidden, aux), (logits, states) in zip(run_all(decoder, sequences), expected, strict=True):
-        assert relative_error(decoder.compute_logits(hidden), logits) < 1e-4
-        # The last state of transformers is behind the final norm; all others are the raw stream.
-        assert relative_error(hidden, states[num_layers]) < 1e-4
-        for boundary in range(num_layers):
-            got = aux[:, boundary * size : (boundary + 1) * size]
-            assert relative_error(got, states[boundary]) < 1e-4
-        last = aux[:, num_layers * size :]
-        assert relative_error(decoder.norm(last.contiguous()), states[num_layers]) < 1e-4
+    check_against(decoder, sequences, expected)
+    size = decoder.config.hidden_size
+    for (_, aux), (_, states) in zip(run_all(decoder, sequences), expected, strict=True):
+        last = aux[:, decoder.num_layers * size :]
+        assert relative_error(decoder.norm(last.contiguous()), states[-1]) < 1e-4
 
 
-def test_greedy_outputs_vary(
-    expected: list[tuple[torch.Tensor, list[torch.Tensor]]],
-) -> None:
+def test_greedy_outputs_vary(expected: Expected) -> None:
     """The other tests show little on a model that says the same whatever it reads."""
     choices = torch.cat([logits.argmax(-1) for logits, _ in expected])
     assert choices.unique().numel() >= 10

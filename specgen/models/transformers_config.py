@@ -1,0 +1,154 @@
+"""Configurations of targets that no native family covers and transformers runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from specgen.errors import ModelError
+from specgen.models.config import ModelConfig, parse_dtype, refuse_quantization
+from specgen.models.config_reader import ConfigReader
+from specgen.models.rope_config import RopeConfig, parse_rope
+
+__all__ = ["load_auto_config", "read_transformers_config"]
+
+_ATTENTION_LAYERS = ("full_attention", "sliding_attention")
+
+
+def load_auto_config(path: str | Path, trust_remote_code: bool) -> Any:
+    """The configuration object of transformers.
+
+    Raises:
+        ModelError: transformers does not know the model, or not without code of its own.
+    """
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(str(path), trust_remote_code=trust_remote_code)
+    except Exception as error:
+        # Anything at all may come out of a configuration class, or of code beside the checkpoint.
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise ModelError(
+            f"{path}: neither a native target nor one that transformers can read: {reason}",
+            hint="--trust-remote-code lets a checkpoint bring its own code, if you trust it",
+        ) from error
+
+
+def read_transformers_config(
+    reader: ConfigReader, path: str | Path, *, trust_remote_code: bool, supported: str
+) -> ModelConfig:
+    """Describe a target that is to run through transformers.
+
+    Args:
+        reader: its ``config.json``.
+        path: its directory.
+        trust_remote_code: whether code beside the checkpoint may run.
+        supported: names of the native architectures, for errors.
+
+    Raises:
+        ModelError: no causal decoder of transformers, or one that needs what we do not have.
+    """
+    architectures = reader.get("architectures")
+    names = architectures if isinstance(architectures, list) else [architectures]
+    if reader.get("model_type") is None:
+        raise ModelError(
+            f'{reader.source}: "architectures" names {names}, which is not supported as a target, '
+            'and there is no "model_type" that transformers could go by',
+            hint=f"native targets: {supported}",
+        )
+    refuse_quantization(reader)
+    config = load_auto_config(path, trust_remote_code)
+    architecture = _causal_class(reader, config, names, supported)
+    _refuse_unsupported(reader, config)
+    max_positions = _positive(reader, config, "max_position_embeddings")
+    hidden_size = _positive(reader, config, "hidden_size")
+    num_heads = _positive(reader, config, "num_attention_heads")
+    try:
+        rope = parse_rope(reader, max_positions)
+    except ModelError:
+        rope = RopeConfig()  # the model has its own; this one only serves drafts
+    # From the object: old checkpoints leave out what is their class's default.
+    tokens = ConfigReader(
+        {key: getattr(config, key, None) for key in ("bos_token_id", "eos_token_id")}, reader.source
+    )
+    bos_ids = tokens.ids("bos_token_id")
+    return ModelConfig(
+        architecture=architecture,
+        backend="transformers",
+        hidden_size=hidden_size,
+        intermediate_size=getattr(config, "intermediate_size", None) or 4 * hidden_size,
+        num_heads=num_heads,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
+        head_dim=getattr(config, "head_dim", None) or hidden_size // num_heads,
+        rms_norm_eps=getattr(config, "rms_norm_eps", None) or 1e-6,
+        vocab_size=_positive(reader, config, "vocab_size"),
+        num_layers=_positive(reader, config, "num_hidden_layers"),
+        max_position_embeddings=max_positions,
+        rope=rope,
+        tie_word_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
+        dtype=parse_dtype(reader),
+        bos_token_id=bos_ids[0] if bos_ids else None,
+        eos_token_ids=tokens.ids("eos_token_id"),
+    )
+
+
+def _positive(reader: ConfigReader, config: Any, key: str) -> int:
+    value = getattr(config, key, None)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise reader.error(key, value, "a whole number of at least 1")
+    return value
+
+
+def _causal_class(reader: ConfigReader, config: Any, names: list[Any], supported: str) -> str:
+    """Name of the class that transformers runs the checkpoint with."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    auto_map = getattr(config, "auto_map", None) or {}
+    if "AutoModelForCausalLM" in auto_map:
+        return str(names[0] or auto_map["AutoModelForCausalLM"].rpartition(".")[2])
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    hint = f"native targets: {supported}; others must be causal decoders of transformers"
+    if model_class is None:
+        raise ModelError(
+            f"{reader.source}: model_type {config.model_type!r} ({names}) is not a causal decoder: "
+            "not supported as a target",
+            hint=hint,
+        )
+    if names != [None] and model_class.__name__ not in names:
+        raise ModelError(
+            f'{reader.source}: "architectures" names {names}, which is not supported as a target: '
+            f"the causal decoder of {config.model_type!r} is {model_class.__name__}",
+            hint=hint,
+        )
+    if not getattr(model_class, "_supports_attention_backend", False):
+        raise ModelError(
+            f"{reader.source}: {model_class.__name__} does not run through transformers' attention "
+            "interface: not supported as a target",
+            hint=hint,
+        )
+    return str(model_class.__name__)
+
+
+def _refuse_unsupported(reader: ConfigReader, config: Any) -> None:
+    """Name what the configuration alone shows to be out of reach."""
+
+    def refuse(what: str) -> None:
+        raise ModelError(
+            f"{reader.source}: {what} not supported for targets run through transformers",
+            hint="use a checkpoint of another family",
+        )
+
+    if getattr(config, "is_encoder_decoder", False):
+        refuse("encoder-decoder models are")
+    if config.get_text_config() is not config:
+        refuse("multimodal checkpoints are")
+    if getattr(config, "num_kv_shared_layers", None):
+        refuse('layers that share keys and values ("num_kv_shared_layers") are')
+    if getattr(config, "kv_lora_rank", None):
+        refuse('multi-head latent attention ("kv_lora_rank") is')
+    if config.model_type == "gpt_oss":
+        refuse("attention sinks are")
+    layer_types = getattr(config, "layer_types", None) or ()
+    others = sorted(set(layer_types) - set(_ATTENTION_LAYERS))
+    if others:
+        refuse(f'layers of type {", ".join(others)} ("layer_types") are')

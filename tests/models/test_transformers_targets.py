@@ -1,0 +1,306 @@
+"""Targets that run through transformers: equal to their own eager attention, or refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models.paged import Paged
+from models.passes import (
+    check_against,
+    random_sequences,
+    relative_error,
+    run_all,
+    run_transformers,
+)
+from models.tiny import SIZES, edit_config, load_state, make_target, save_state
+
+from specgen.errors import ModelError
+from specgen.kernels import select_kernels
+from specgen.models.registry import read_model_config
+from specgen.models.transformers_target import TransformersTarget, load_transformers_target
+from specgen.models.weights import load_target
+
+KERNELS = select_kernels("cpu")
+STEPS = [0.1 * i for i in range(4)]
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1 + step for step in STEPS],
+    "long_factor": [1 + 9 * step for step in STEPS],
+}
+# Windows are shorter than the sequences.
+TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
+    "cohere": ("cohere", {"logit_scale": 0.25, "use_qk_norm": True}),
+    "gemma2": ("gemma2", {"sliding_window": 9, "attn_logit_softcapping": 2.0}),
+    "gemma3": ("gemma3", {"sliding_window": 9}),
+    "gpt_neox": ("gpt_neox", {"rotary_pct": 0.5}),
+    "gpt_neox_sequential": ("gpt_neox", {"use_parallel_residual": False}),
+    "olmo2": ("olmo2", {}),
+    "phi3": ("phi3", {"sliding_window": 9}),
+}
+
+
+def load(path: Path, **options: Any) -> TransformersTarget:
+    target = load_target(path, device="cpu", kernels=KERNELS, **options)
+    assert isinstance(target, TransformersTarget)
+    return target
+
+
+def refused(call: Callable[[], object], *parts: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        call()
+    for part in parts:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_logits_and_features_equal_transformers(tmp_path: Path, name: str) -> None:
+    family, overrides = TARGETS[name]
+    path = make_target(tmp_path / "t", family, **overrides)
+    target = load(path, aux_layers=tuple(range(8)))
+    assert target.config.backend == "transformers"
+    assert "runs through transformers" in target.notes[0]
+    sequences = random_sequences()
+    expected = run_transformers(path, sequences)
+    check_against(target, sequences, expected)
+    size = target.config.hidden_size
+    final = target.model.get_submodule(
+        "gpt_neox.final_layer_norm" if "neox" in name else "model.norm"
+    )
+    for (hidden, aux), _ in zip(run_all(target, sequences), expected, strict=True):
+        assert relative_error(final(aux[:, 7 * size :]), hidden) < 1e-5
+    ids = sequences[0]
+    embedded = target.embed(ids)
+    assert relative_error(embedded, expected[0][1][0]) < 1e-6
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "mixtral"])
+def test_native_families_give_the_same_through_transformers(tmp_path: Path, family: str) -> None:
+    options = {"sliding_window": 9} if family.startswith("mi") else {}
+    path = make_target(tmp_path / "t", family, **options)
+    native = load_target(path, device="cpu", kernels=KERNELS, aux_layers=(2, 5, 7))
+    config = replace(read_model_config(path), backend="transformers")
+    wrapped = load_transformers_target(
+        path, config, device="cpu", dtype=torch.float32, kernels=KERNELS, aux_layers=(2, 5, 7)
+    )
+    ids = random_sequences()[0]
+    outputs = []
+    for target in (native, wrapped):
+        paged = Paged(target, 1, len(ids))
+        with torch.inference_mode():
+            hidden, aux = target.forward(ids, paged.prefill([(0, 0, len(ids))]), paged.caches)
+            assert aux is not None
+            outputs.append((target.compute_logits(hidden), aux))
+    for want, got in zip(*outputs, strict=True):
+        assert relative_error(got, want) < 1e-5
+
+
+@pytest.mark.parametrize(("original", "max_model_len"), [(20, 61), (64, 61)])
+def test_ropes_of_a_length_are_fixed_by_the_longest_row(
+    tmp_path: Path, original: int, max_model_len: int
+) -> None:
+    path = make_target(
+        tmp_path / "t", "phi3", rope_parameters=LONGROPE, original_max_position_embeddings=original
+    )
+    target = load(path, max_model_len=max_model_len)
+    assert str(max_model_len) in target.notes[1]
+    ids = torch.randint(4, 96, (61,), generator=torch.Generator().manual_seed(1)).int()
+    want = run_transformers(path, [ids])[0][0]
+    paged = Paged(target, 1, len(ids))
+    hidden = []
+    with torch.inference_mode():
+        for first in range(0, len(ids), 17):
+            part = ids[first : first + 17]
+            metadata = paged.prefill([(0, first, len(part))])
+            hidden.append(target.forward(part, metadata, paged.caches)[0])
+        got = target.compute_logits(torch.cat(hidden))
+    assert relative_error(got, want) < 1e-4
+
+
+def test_low_precision_passes_the_probe(tmp_path: Path) -> None:
+    for family in ("gemma2", "cohere"):
+        target = load(make_target(tmp_path / family, family), dtype="bfloat16")
+        assert target.dtype == torch.bfloat16
+
+
+def test_dummy_weights_need_only_the_configuration(tmp_path: Path) -> None:
+    path = make_target(tmp_path / "t", "olmo2")
+    (path / "model.safetensors").unlink()
+    refused(lambda: load(path), "no weight file")
+    first, second = load(path, load_format="dummy"), load(path, load_format="dummy")
+    for a, b in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_configurations_leave_defaults_to_their_class(tmp_path: Path) -> None:
+    path = make_target(tmp_path / "t", "gemma2")
+    edit_config(path, eos_token_id=..., bos_token_id=..., head_dim=...)
+    config = read_model_config(path)
+    assert (config.bos_token_id, config.eos_token_ids, config.head_dim) == (2, (1,), 256)
+
+
+# What is refused
+
+SMALL = {**SIZES, "num_hidden_layers": 4}
+MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+REFUSED: dict[str, tuple[str, dict[str, Any], list[str]]] = {
+    "sinks": ("GptOss", {"num_local_experts": 4}, ["sinks"]),
+    "shared_kv": ("Gemma3nText", {"num_kv_shared_layers": 2}, ["num_kv_shared_layers"]),
+    "mla": ("DeepseekV3", {"kv_lora_rank": 16}, ["kv_lora_rank"]),
+    "other_layers": (
+        "Lfm2",
+        {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
+        ["layers of type conv"],
+    ),
+    "state_space": ("Mamba", {}, ["MambaForCausalLM", "attention interface", "LlamaForCausalLM"]),
+    "alibi": ("Bloom", {}, ["BloomForCausalLM", "attention interface"]),
+    "encoder": ("T5", {}, ["T5", "not a causal decoder"]),
+    "encoder_only": ("Bert", {}, ["BertModel"]),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_by_configuration(tmp_path: Path, name: str) -> None:
+    import transformers
+
+    prefix, options, parts = REFUSED[name]
+    config = getattr(transformers, f"{prefix}Config")(**{**SMALL, **options})
+    suffix = {"T5": "ForConditionalGeneration", "Bert": "Model"}.get(prefix, "ForCausalLM")
+    config.architectures = [prefix.removesuffix("Text") + suffix]
+    config.save_pretrained(tmp_path)
+    refused(lambda: read_model_config(tmp_path), "config.json", *parts)
+
+
+def test_refused_configurations_without_a_class(tmp_path: Path) -> None:
+    def write(**data: Any) -> None:
+        (tmp_path / "config.json").write_text(json.dumps(data))
+
+    write(architectures=["NobodysForCausalLM"], model_type="nobodys")
+    refused(lambda: read_model_config(tmp_path), "nobodys", "transformers", "--trust-remote-code")
+    write(architectures=["NobodysForCausalLM"])
+    refused(lambda: read_model_config(tmp_path), "NobodysForCausalLM", "model_type", "Qwen3")
+    write(architectures=["LlamaForSequenceClassification"], model_type="llama")
+    refused(lambda: read_model_config(tmp_path), "SequenceClassification", "LlamaForCausalLM")
+    quantised = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    write(architectures=["Phi3ForCausalLM"], model_type="phi3", quantization_config=quantised)
+    refused(lambda: read_model_config(tmp_path), "quantization_config", "bitsandbytes")
+
+
+def test_multimodal_checkpoints_are_refused(tmp_path: Path) -> None:
+    import transformers
+
+    config = transformers.Gemma3Config(architectures=["Gemma3ForConditionalGeneration"])
+    config.save_pretrained(tmp_path)
+    refused(lambda: read_model_config(tmp_path), "config.json", "not supported")
+
+
+def test_sinks_are_refused_by_the_probe_too(tmp_path: Path) -> None:
+    """Should a configuration not show them."""
+    import transformers
+
+    config = transformers.GptOssConfig(**SMALL, num_local_experts=4)
+    model: Any = transformers.GptOssForCausalLM(config)
+    model.save_pretrained(tmp_path)
+    like = read_model_config(make_target(tmp_path / "other", "olmo2", num_hidden_layers=4))
+    refused(
+        lambda: load_transformers_target(
+            tmp_path, like, device="cpu", dtype=torch.float32, kernels=KERNELS
+        ),
+        "attention sinks",
+    )
+
+
+def test_two_attention_calls_in_a_layer_are_refused(tmp_path: Path) -> None:
+    import transformers
+
+    model: Any = transformers.DiffLlamaForCausalLM(transformers.DiffLlamaConfig(**SMALL))
+    model.save_pretrained(tmp_path)
+    refused(lambda: load(tmp_path), "8 attention calls", "4 layers")
+
+
+def _keep_own_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As families do that only log a warning: the name that was set is not looked at."""
+    from transformers.models.olmo2 import modeling_olmo2 as module
+
+    own = module.eager_attention_forward
+    interface = type("Own", (), {"get_interface": lambda *_: own})()
+    monkeypatch.setattr(module, "ALL_ATTENTION_FUNCTIONS", interface)
+
+
+def _drop_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window that only the mask knows."""
+    from transformers.models.phi3 import modeling_phi3 as module
+
+    interface = module.ALL_ATTENTION_FUNCTIONS
+
+    class Dropping:
+        def get_interface(self, *args: Any) -> Any:
+            function = interface.get_interface(*args)
+            return lambda *a, sliding_window=None, **k: function(*a, **k)
+
+    monkeypatch.setattr(module, "ALL_ATTENTION_FUNCTIONS", Dropping())
+
+
+def _ignore_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Positions counted from the front of the pass, whatever they were said to be."""
+    from transformers.models.olmo2 import modeling_olmo2 as module
+
+    forward = module.Olmo2RotaryEmbedding.forward
+
+    def counting(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        return forward(self, x, torch.arange(position_ids.shape[1])[None])
+
+    monkeypatch.setattr(module.Olmo2RotaryEmbedding, "forward", counting)
+
+
+def _look_at_the_whole_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Something beside attention that mixes the tokens of a pass."""
+    from transformers.models.olmo2 import modeling_olmo2 as module
+
+    forward = module.Olmo2MLP.forward
+    monkeypatch.setattr(module.Olmo2MLP, "forward", lambda s, x: forward(s, x) + x.mean(1, True))
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "fault", "part"),
+    [
+        ("olmo2", {}, _keep_own_attention, "does not call the attention function"),
+        ("phi3", {"sliding_window": 9}, _drop_the_window, "its window of 9"),
+        ("phi3", {"sliding_window": 4000}, _drop_the_window, "its window of 4000"),
+        ("olmo2", {}, _ignore_positions, "single steps differ"),
+        ("olmo2", {}, _look_at_the_whole_pass, "two prompts in one pass"),
+    ],
+)
+def test_the_probe_finds_classes_that_do_otherwise(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    options: dict[str, Any],
+    fault: Callable[[pytest.MonkeyPatch], None],
+    part: str,
+) -> None:
+    path = make_target(tmp_path / "t", family, **options)
+    load(path)
+    fault(monkeypatch)
+    refused(lambda: load(path), str(path), part, "not supported")
+
+
+def test_damaged_checkpoints_are_refused(tmp_path: Path) -> None:
+    path = make_target(tmp_path / "t", "olmo2")
+    state = load_state(path)
+    norm = state.pop("model.norm.weight")
+    save_state(path, state)
+    refused(lambda: load(path), "missing", "model.norm.weight")
+    save_state(path, {**state, "model.norm.weight": norm, "extra": norm.clone()})
+    refused(lambda: load(path), "unexpected", "extra")
+    save_state(path, {**state, "model.norm.weight": norm[:7].clone()})
+    refused(lambda: load(path), "mismatched", "model.norm.weight")
+    file = path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    refused(lambda: load(path), "model.safetensors")
