@@ -229,7 +229,7 @@ class RunStats:
             return
         self.rows_ok += 1
         self.prompt_tokens += len(output.prompt_token_ids)
-        row = SpeculationStats.merged(choice.stats for choice in output.choices)
+        row = output.stats
         tokens = sum(len(choice.token_ids) for choice in output.choices)
         self.completion_tokens += tokens
         self.num_choices += len(output.choices)

@@ -121,9 +121,16 @@ def _open_writer(options: RunOptions, display: Display) -> RowWriter:
 
 
 def _formatter(options: RunOptions, writer: RowWriter) -> Callable[[RequestOutput], dict[str, Any]]:
+    from specgen.request_io.openai_batch import to_envelope
     from specgen.request_io.record import to_record
 
-    del writer
+    if options.output_format == "openai":
+        return partial(
+            to_envelope,
+            model=options.config.model or "specgen-default",
+            created=writer.created,
+            return_token_ids=options.return_token_ids,
+        )
     return partial(to_record, return_token_ids=options.return_token_ids)
 
 

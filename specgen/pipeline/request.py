@@ -66,6 +66,13 @@ class RequestOutput:
     choices: tuple[ChoiceOutput, ...]
     error: RequestError | None = None
 
+    @property
+    def stats(self) -> SpeculationStats:
+        """The accounts of all choices together; must not be changed."""
+        if len(self.choices) == 1:
+            return self.choices[0].stats
+        return SpeculationStats.merged(choice.stats for choice in self.choices)
+
 
 @dataclass(eq=False)  # a request is itself, not its values: the scheduler's lists search for it
 class Request:

@@ -4,7 +4,8 @@ A line is a JSON object with exactly one of
 
 * `prompt` (or the field named by `--prompt-field`): a string, or a list of token ids,
 * `prompt_token_ids`: a list of token ids,
-* `messages`: a chat, a list of `{"role", "content"}`.
+* `messages`: a chat, a list of `{"role", "content"}`,
+* `body`: a request of the OpenAI batch API, see `openai_batch`.
 
 Sampling keys override the run's defaults. A key that means sampling but is not honoured (of another
 engine, or misspelt) is an error. Every other key is data, and is carried into the output.
@@ -12,18 +13,18 @@ engine, or misspelt) is an error. Every other key is data, and is carried into t
 
 from __future__ import annotations
 
-import json
-import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Literal
 
 from specgen.errors import RequestError
 from specgen.pipeline.request import PromptRow, RequestOutput
+from specgen.request_io.openai_batch import is_batch_line, unwrap
 from specgen.request_io.partial import Head
 from specgen.request_io.shard import WHOLE, Shard
 from specgen.request_io.source import MAX_LINE_BYTES, RawLine, read_lines
+from specgen.request_io.strict_json import RefusedError, kind_of, parse_object
 from specgen.sampling_params import SamplingParams, looks_like_sampling_key
 
 __all__ = ["PassedRow", "ReadOptions", "parse_line", "read_rows"]
@@ -31,9 +32,6 @@ __all__ = ["PassedRow", "ReadOptions", "parse_line", "read_rows"]
 ApplyChatTemplate = Literal["auto", "always", "never"]
 
 _INT32_MAX = 2**31 - 1
-# Beyond these a JSON number is no longer an integer to most readers of the output.
-_INT_MIN, _INT_MAX = -(2**63), 2**64 - 1
-_SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 _MESSAGE_KEYS = frozenset({"role", "content", "name"})
 
 
@@ -61,6 +59,16 @@ class ReadOptions:
     limit: int | None = None
     shard: Shard = WHOLE
 
+    @property
+    def prompt_keys(self) -> tuple[str, ...]:
+        """The keys of which a line has exactly one."""
+        return _prompt_keys(self.prompt_field)
+
+
+@lru_cache(maxsize=16)  # asked several times a line
+def _prompt_keys(prompt_field: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys((prompt_field, "prompt_token_ids", "messages")))
+
 
 @dataclass(frozen=True, slots=True)
 class PassedRow:
@@ -69,14 +77,6 @@ class PassedRow:
     index: int
     input_hash: str
     kept: Head | None = None
-
-
-class _RefusedError(Exception):
-    """A line that cannot become a row: code for programs, message for people."""
-
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(message)
-        self.code = code
 
 
 def read_rows(
@@ -113,15 +113,19 @@ def parse_line(raw: RawLine, index: int, options: ReadOptions) -> PromptRow | Re
     extras: dict[str, Any] = {}
     try:
         if raw.too_long:
-            raise _RefusedError("line_too_long", f"line is longer than {MAX_LINE_BYTES:,} bytes")
-        obj = _parse_object(raw.data)
+            raise RefusedError("line_too_long", f"line is longer than {MAX_LINE_BYTES:,} bytes")
+        obj = parse_object(raw.data)
+        if "body" in obj and is_batch_line(obj, options.prompt_keys):
+            if "custom_id" in obj:
+                extras = {"custom_id": obj["custom_id"]}
+            obj = unwrap(obj, options.prompt_field)
         extras, sampling_keys = _split(obj, options)
         _take_id(obj, extras, options)
         prompt = _prompt(obj, options)
         try:
             sampling = SamplingParams.from_mapping(sampling_keys, options.sampling)
         except ValueError as error:
-            raise _RefusedError("invalid_value", str(error)) from error
+            raise RefusedError("invalid_value", str(error)) from error
         return PromptRow(
             index=index,
             input_hash=raw.digest,
@@ -131,7 +135,7 @@ def parse_line(raw: RawLine, index: int, options: ReadOptions) -> PromptRow | Re
             extras=extras,
             **prompt,
         )
-    except _RefusedError as refused:
+    except RefusedError as refused:
         row = PromptRow(
             index=index,
             input_hash=raw.digest,
@@ -143,107 +147,9 @@ def parse_line(raw: RawLine, index: int, options: ReadOptions) -> PromptRow | Re
         return RequestOutput(row, (), (), RequestError(refused.code, str(refused), raw.line))
 
 
-# JSON, strictly
-
-
-def _parse_object(data: bytes) -> dict[str, Any]:
-    try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise _RefusedError(
-            "invalid_json",
-            f"line is not valid UTF-8: byte {data[error.start]:#04x} at {error.start}",
-        ) from error
-    try:
-        value = _DECODER.decode(text)
-    except json.JSONDecodeError as error:
-        raise _RefusedError(
-            "invalid_json", f"line is not valid JSON: {error.msg} at column {error.colno}"
-        ) from error
-    except RecursionError as error:
-        raise _RefusedError("invalid_json", "line is nested too deeply") from error
-    if not isinstance(value, dict):
-        raise _RefusedError("not_an_object", f"line must be a JSON object, got {_kind(value)}")
-    if _SURROGATE_ESCAPE.search(data):
-        _refuse_surrogates(value)
-    return value
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    obj = dict(pairs)
-    if len(obj) != len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise _RefusedError("duplicate_key", f'"{_printable(key)}" is given twice')
-            seen.add(key)
-    return obj
-
-
-def _parse_int(digits: str) -> int:
-    # Python refuses to convert thousands of digits with an error of its own.
-    value = int(digits) if len(digits) <= 20 else None
-    if value is None or not _INT_MIN <= value <= _INT_MAX:
-        raise _RefusedError("invalid_value", f"integer {_short(digits)} does not fit in 64 bits")
-    return value
-
-
-def _parse_float(digits: str) -> float:
-    value = float(digits)
-    if not math.isfinite(value):
-        raise _RefusedError("invalid_value", f"number {_short(digits)} is too large")
-    return value
-
-
-def _parse_constant(name: str) -> float:
-    raise _RefusedError("invalid_json", f"line is not valid JSON: {name} is no JSON number")
-
-
-_DECODER = json.JSONDecoder(
-    object_pairs_hook=_unique_keys,
-    parse_int=_parse_int,
-    parse_float=_parse_float,
-    parse_constant=_parse_constant,
-)
-
-
-def _refuse_surrogates(obj: dict[str, Any]) -> None:
-    """Refuse half of a UTF-16 pair anywhere: it is no character and cannot be written as UTF-8."""
-    stack: list[tuple[str, Any]] = list(obj.items())
-    for key in obj:
-        _check_text("a key", key)
-    while stack:
-        name, value = stack.pop()
-        if isinstance(value, str):
-            _check_text(f'"{_printable(name)}"', value)
-        elif isinstance(value, list):
-            stack += [(name, item) for item in value]
-        elif isinstance(value, dict):
-            for key, item in value.items():
-                _check_text(f'"{_printable(name)}"', key)
-                stack.append((name, item))
-
-
-def _check_text(what: str, text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        code = f"\\u{ord(text[error.start]):04x}"
-        raise _RefusedError(
-            "invalid_value", f"{what} holds {code}, half of a surrogate pair"
-        ) from error
-
-
-def _printable(text: str) -> str:
-    return text.encode("utf-8", "backslashreplace").decode()
-
-
-# Fields
-
-
 def _split(obj: Mapping[str, Any], options: ReadOptions) -> tuple[dict[str, Any], dict[str, Any]]:
     """Data keys and sampling keys of a line, without the keys that hold its prompt."""
-    taken = {options.prompt_field, "prompt_token_ids", "messages"}
+    taken = options.prompt_keys
     extras: dict[str, Any] = {}
     sampling: dict[str, Any] = {}
     for key, value in obj.items():
@@ -258,35 +164,29 @@ def _take_id(obj: Mapping[str, Any], extras: dict[str, Any], options: ReadOption
     name = options.id_field
     if name is None or name == "custom_id":
         if name is not None and name not in obj:
-            raise _RefusedError("missing_id", f'"{name}" is missing (--id-field)')
+            raise RefusedError("missing_id", f'"{name}" is missing (--id-field)')
         return
     if name not in obj:
-        raise _RefusedError("missing_id", f'"{name}" is missing (--id-field)')
+        raise RefusedError("missing_id", f'"{name}" is missing (--id-field)')
     if "custom_id" in extras:
-        raise _RefusedError("invalid_value", f'"custom_id" is given, and --id-field names "{name}"')
+        raise RefusedError("invalid_value", f'"custom_id" is given, and --id-field names "{name}"')
     extras.pop(name, None)
     extras["custom_id"] = obj[name]
 
 
 def _prompt(obj: Mapping[str, Any], options: ReadOptions) -> dict[str, Any]:
     """The prompt as the one matching field of `PromptRow`."""
-    names = [n for n in (options.prompt_field, "prompt_token_ids", "messages") if n in obj]
-    names = list(dict.fromkeys(names))
+    names = [name for name in options.prompt_keys if name in obj]
     if not names:
-        if "body" in obj:
-            raise _RefusedError(
-                "unsupported_input",
-                'OpenAI batch lines ("body") are not supported; give "prompt" or "messages"',
-            )
-        raise _RefusedError("missing_prompt", f'"{options.prompt_field}" is missing')
+        raise RefusedError("missing_prompt", f'"{options.prompt_field}" is missing')
     if len(names) > 1:
-        raise _RefusedError("invalid_value", f'"{names[0]}" and "{names[1]}" exclude each other')
+        raise RefusedError("invalid_value", f'"{names[0]}" and "{names[1]}" exclude each other')
     name, value = names[0], obj[names[0]]
     if name == "messages":
         return {"messages": _messages(value, options)}
     if isinstance(value, str) and name != "prompt_token_ids":
         if not value:
-            raise _RefusedError("empty_prompt", f'"{name}" is empty')
+            raise RefusedError("empty_prompt", f'"{name}" is empty')
         templated = options.apply_chat_template == "always" or (
             options.apply_chat_template == "auto" and options.system_prompt is not None
         )
@@ -295,53 +195,53 @@ def _prompt(obj: Mapping[str, Any], options: ReadOptions) -> dict[str, Any]:
         return {"prompt": value}
     if isinstance(value, list):
         if options.system_prompt is not None:
-            raise _RefusedError(
+            raise RefusedError(
                 "invalid_value", f'"{name}" holds token ids, --system-prompt needs text'
             )
         return {"prompt_token_ids": _token_ids(name, value)}
     wanted = "a list of token ids" if name == "prompt_token_ids" else "a string or token ids"
-    raise _RefusedError("invalid_value", f'"{name}" must be {wanted}, got {_kind(value)}')
+    raise RefusedError("invalid_value", f'"{name}" must be {wanted}, got {kind_of(value)}')
 
 
 def _token_ids(name: str, value: list[Any]) -> tuple[int, ...]:
     if not value:
-        raise _RefusedError("empty_prompt", f'"{name}" is empty')
+        raise RefusedError("empty_prompt", f'"{name}" is empty')
     # type(), not isinstance(): true is not a token id.
     if set(map(type, value)) == {int} and min(value) >= 0 and max(value) <= _INT32_MAX:
         return tuple(value)
     for position, item in enumerate(value):
         if type(item) is not int:
-            raise _RefusedError(
-                "invalid_value", f'"{name}[{position}]" must be an integer, got {_kind(item)}'
+            raise RefusedError(
+                "invalid_value", f'"{name}[{position}]" must be an integer, got {kind_of(item)}'
             )
         if not 0 <= item <= _INT32_MAX:
-            raise _RefusedError("invalid_value", f'"{name}[{position}]" is no token id: {item}')
+            raise RefusedError("invalid_value", f'"{name}[{position}]" is no token id: {item}')
     raise AssertionError("the loop above finds what the quick test found")
 
 
 def _messages(value: Any, options: ReadOptions) -> list[dict[str, str]]:
     if options.apply_chat_template == "never":
-        raise _RefusedError(
+        raise RefusedError(
             "invalid_value", '"messages" need a chat template, which is set to "never"'
         )
     if not isinstance(value, list):
-        raise _RefusedError("invalid_value", f'"messages" must be a list, got {_kind(value)}')
+        raise RefusedError("invalid_value", f'"messages" must be a list, got {kind_of(value)}')
     if not value:
-        raise _RefusedError("empty_prompt", '"messages" is empty')
+        raise RefusedError("empty_prompt", '"messages" is empty')
     messages = []
     for position, message in enumerate(value):
         where = f"messages[{position}]"
         if not isinstance(message, dict):
-            raise _RefusedError(
-                "invalid_value", f'"{where}" must be an object, got {_kind(message)}'
+            raise RefusedError(
+                "invalid_value", f'"{where}" must be an object, got {kind_of(message)}'
             )
         for key in message:
             if key not in _MESSAGE_KEYS:
-                raise _RefusedError("invalid_value", f'"{where}.{key}" is not supported')
+                raise RefusedError("invalid_value", f'"{where}.{key}" is not supported')
         text: dict[str, str] = {}
         for key in ("role", "content"):
             if key not in message:
-                raise _RefusedError("invalid_value", f'"{where}.{key}" is missing')
+                raise RefusedError("invalid_value", f'"{where}.{key}" is missing')
         for key, item in message.items():
             text[key] = (
                 _content(f"{where}.{key}", item)
@@ -354,7 +254,7 @@ def _messages(value: Any, options: ReadOptions) -> list[dict[str, str]]:
 
 def _text(where: str, value: Any) -> str:
     if not isinstance(value, str):
-        raise _RefusedError("invalid_value", f'"{where}" must be a string, got {_kind(value)}')
+        raise RefusedError("invalid_value", f'"{where}" must be a string, got {kind_of(value)}')
     return value
 
 
@@ -365,7 +265,7 @@ def _content(where: str, value: Any) -> str:
     parts = []
     for position, part in enumerate(value):
         if not isinstance(part, dict) or part.get("type") != "text" or len(part) != 2:
-            raise _RefusedError("invalid_value", f'"{where}[{position}]" must be a text part')
+            raise RefusedError("invalid_value", f'"{where}[{position}]" must be a text part')
         parts.append(_text(f"{where}[{position}].text", part.get("text")))
     return "".join(parts)
 
@@ -374,18 +274,3 @@ def _with_system(messages: list[dict[str, str]], options: ReadOptions) -> list[d
     if options.system_prompt is None or messages[0].get("role") == "system":
         return messages
     return [{"role": "system", "content": options.system_prompt}, *messages]
-
-
-def _kind(value: Any) -> str:
-    """A value for a message: itself if it is short and simple, else what kind it is."""
-    if isinstance(value, dict):
-        return "an object"
-    if isinstance(value, list):
-        return "a list"
-    if isinstance(value, str):
-        return "a string" if len(value) > 40 else json.dumps(value, ensure_ascii=False)
-    return json.dumps(value)
-
-
-def _short(digits: str) -> str:
-    return digits if len(digits) <= 24 else digits[:20] + "…"

@@ -11,9 +11,11 @@ import json
 from typing import Any
 
 from specgen.pipeline.request import ChoiceOutput, PromptRow, RequestOutput
-from specgen.stats import SpeculationStats
 
-__all__ = ["RESERVED_KEYS", "encode", "error_message", "head", "hint_for", "to_record"]
+__all__ = [
+    "RESERVED_KEYS", "encode", "error_message", "error_object", "head", "hint_for", "metrics",
+    "row_metrics", "to_record", "usage",
+]  # fmt: skip
 
 #: Keys the output owns; data keys of these names go under "input".
 RESERVED_KEYS = frozenset(
@@ -48,30 +50,54 @@ def to_record(output: RequestOutput, *, return_token_ids: bool = False) -> dict[
         record["input"] = shadowed
     if output.error is not None:
         record |= {"choices": [], "usage": None, "seed": None, "metrics": None}
-        record["error"] = {
-            "code": output.error.code,
-            "message": error_message(output),
-            "line": row.line,
-        }
+        record["error"] = error_object(output)
         return record
     several = len(output.choices) > 1
-    prompt_tokens = len(output.prompt_token_ids)
-    completion_tokens = sum(len(choice.token_ids) for choice in output.choices)
-    for choice in output.choices:
-        choice.stats.check(len(choice.token_ids))
-    total = SpeculationStats.merged(choice.stats for choice in output.choices)
     record |= {
         "choices": [_choice(c, several, return_token_ids) for c in output.choices],
-        "usage": {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": completion_tokens,
-            "total_tokens": prompt_tokens + completion_tokens,
-        },
+        "usage": usage(output),
         "seed": output.choices[0].seed,
-        "metrics": _metrics(total),
+        "metrics": row_metrics(output),
         "error": None,
     }
     return record
+
+
+def usage(output: RequestOutput) -> dict[str, int]:
+    """Tokens of a row; the prompt counts once, however many choices it has."""
+    prompt_tokens = len(output.prompt_token_ids)
+    completion_tokens = sum(len(choice.token_ids) for choice in output.choices)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
+
+
+def metrics(choice: ChoiceOutput) -> dict[str, Any]:
+    """The `metrics` object of one choice."""
+    return {"speculative_decoding": choice.stats.to_dict()}
+
+
+def row_metrics(output: RequestOutput) -> dict[str, Any]:
+    """The `metrics` object of a row: the sums over its choices.
+
+    Raises:
+        AssertionError: the accounts of a choice do not explain its tokens.
+    """
+    for choice in output.choices:
+        choice.stats.check(len(choice.token_ids))
+    return {"speculative_decoding": output.stats.to_dict()}
+
+
+def error_object(output: RequestOutput) -> dict[str, Any]:
+    """The `error` object of a failed row."""
+    assert output.error is not None
+    return {
+        "code": output.error.code,
+        "message": error_message(output),
+        "line": output.row.line,
+    }
 
 
 def head(output: RequestOutput) -> dict[str, Any]:
@@ -91,12 +117,8 @@ def _choice(choice: ChoiceOutput, several: bool, return_token_ids: bool) -> dict
     out["stop_reason"] = choice.stop_reason
     if several:
         out["seed"] = choice.seed
-        out["metrics"] = _metrics(choice.stats)
+        out["metrics"] = metrics(choice)
     return out
-
-
-def _metrics(stats: SpeculationStats) -> dict[str, Any]:
-    return {"speculative_decoding": stats.to_dict()}
 
 
 def error_message(output: RequestOutput) -> str:

@@ -91,7 +91,7 @@ BAD_LINES = [
     ('{"prompt": "a", "presence_penalty": 0}', "invalid_value", '"presence_penalty" is not'),
     ('{"prompt": "a", "min_p": 0.1}', "invalid_value", '"min_p" is not supported'),
     ('{"prompt": "a", "top_kk": 1}', "invalid_value", '"top_kk" is not a sampling key'),
-    ('{"custom_id": "1", "body": {}}', "unsupported_input", "OpenAI batch lines"),
+    ('{"custom_id": "1", "body": {}}', "invalid_value", '"method" must be "POST", got null'),
 ]
 
 
