@@ -8,41 +8,16 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, Literal
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from specgen import __version__
-from specgen.errors import SpecgenError
+from specgen.config import EngineConfig
+from specgen.doctor_finding import Finding
 
 __all__ = ["Finding", "examine", "gpu_names", "versions"]
 
-Status = Literal["ok", "note", "problem"]
 _PACKAGES = ("torch", "triton", "transformers", "safetensors", "numpy")
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One fact.
-
-    Attributes:
-        section: what it is about: software, machine, kernels, target, draft.
-        name: what was looked at.
-        value: what was found, for people.
-        status: `problem` if it keeps specgen from running, `note` if it limits it.
-        hint: what to do about it.
-    """
-
-    section: str
-    name: str
-    value: str
-    status: Status = "ok"
-    hint: str | None = None
-
-    def to_dict(self) -> dict[str, str | None]:
-        """All fields."""
-        return asdict(self)
 
 
 def versions() -> dict[str, str | None]:
@@ -65,12 +40,14 @@ def gpu_names() -> list[str]:
     return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
 
 
-def examine(model: str | None = None, draft_model: str | None = None) -> Iterator[Finding]:
+def examine(
+    config: EngineConfig | None = None, lengths: Sequence[int] | None = None
+) -> Iterator[Finding]:
     """Look at everything, slowest last.
 
     Args:
-        model: directory of a target; None examines the built-in pair.
-        draft_model: directory of a draft for it.
+        config: what an engine would be asked for; None examines the built-in pair.
+        lengths: tokens of rows whose memory is to be said; None takes usual ones.
     """
     yield from _software()
     try:
@@ -80,7 +57,9 @@ def examine(model: str | None = None, draft_model: str | None = None) -> Iterato
         return
     yield from _machine(torch)
     yield from _kernels(torch)
-    yield from _pair(model, draft_model)
+    from specgen.doctor_pair import examine_pair
+
+    yield from examine_pair(config or EngineConfig(), lengths)
 
 
 def _software() -> Iterator[Finding]:
@@ -174,61 +153,6 @@ def _try_triton(torch: Any) -> float:
     ours = select_kernels("cuda").norm.rms_norm(x, weight, 1e-5)
     twin = select_kernels("cuda", "reference").norm.rms_norm(x, weight, 1e-5)
     return float((ours - twin).abs().max())
-
-
-def _pair(model: str | None, draft_model: str | None) -> Iterator[Finding]:
-    from specgen.resolve import BUILTIN_DRAFT, BUILTIN_TARGET
-
-    builtin = model is None
-    if model is None and draft_model is None:
-        present = (BUILTIN_TARGET / "config.json").is_file() and (
-            BUILTIN_DRAFT / "config.json"
-        ).is_file()
-        if not present:
-            hint = "reinstall specgen, or give --model"
-            yield Finding("target", "built-in pair", "missing", "problem", hint)
-            return
-        yield Finding("target", "built-in pair", "present")
-    directory = BUILTIN_TARGET if model is None else Path(model)
-    draft = Path(draft_model) if draft_model is not None else BUILTIN_DRAFT if builtin else None
-
-    from specgen.models.registry import read_model_config
-    from specgen.models.weights import inspect_draft
-
-    target_config, findings = _read("target", directory, lambda: read_model_config(directory))
-    yield from findings
-    if target_config is None or draft is None:
-        return
-    draft_config, findings = _read("draft", draft, lambda: inspect_draft(draft, target_config))
-    yield from findings
-    if draft_config is not None:
-        yield Finding("draft", "fits the target", "yes")
-
-
-def _read(
-    section: str, directory: Path, read: Callable[[], Any]
-) -> tuple[Any | None, list[Finding]]:
-    try:
-        config = read()
-    except SpecgenError as error:
-        return None, [Finding(section, str(directory), error.message, "problem", error.hint)]
-    facts = [Finding(section, "directory", str(directory))]
-    facts += [Finding(section, name, text) for name, text in _facts(config)]
-    return config, facts
-
-
-def _facts(config: Any) -> Iterator[tuple[str, str]]:
-    """The fields of a frozen config, nested ones left out where they hold nothing."""
-    for name, value in asdict(config).items():
-        if value in (None, (), [], {}, ""):
-            continue
-        if isinstance(value, dict):
-            value = ", ".join(f"{k}={v}" for k, v in value.items() if v not in (None, (), ""))
-        elif isinstance(value, tuple | list | frozenset):
-            value = ", ".join(
-                sorted(map(str, value)) if isinstance(value, frozenset) else map(str, value)
-            )
-        yield name, str(value)
 
 
 def _first_line(error: Exception) -> str:

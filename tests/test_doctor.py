@@ -1,24 +1,45 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from models.tiny import edit_config, make_eagle3, make_llama
+from models import layouts
+from models.tiny import (
+    edit_config,
+    load_state,
+    make_eagle1,
+    make_eagle3,
+    make_llama,
+    save_state,
+    write_tokenizer,
+)
 
 from specgen import doctor, resolve
 from specgen.cli import cli
-from specgen.doctor import Finding, examine, versions
+from specgen.config import EngineConfig
+from specgen.doctor import examine, versions
+from specgen.doctor_finding import Finding
+from specgen.pipeline import kv_cache
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     directory = tmp_path_factory.mktemp("pair")
-    target = make_llama(directory / "target")
+    target = make_llama(directory / "target", with_tokenizer=True)
     return target, make_eagle3(directory / "draft", target)
+
+
+def look(
+    model: Path | str, draft: Path | str | None = None, *lengths: int, **config: Any
+) -> dict[tuple[str, str], Finding]:
+    draft_model = None if draft is None else str(draft)
+    asked = EngineConfig(model=str(model), draft_model=draft_model, device="cpu", **config)
+    return look_up(list(examine(asked, lengths or None)))
 
 
 def look_up(findings: list[Finding]) -> dict[tuple[str, str], Finding]:
@@ -34,7 +55,7 @@ def test_versions_name_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_pair_that_fits(pair: tuple[Path, Path]) -> None:
-    found = look_up(list(examine(str(pair[0]), str(pair[1]))))
+    found = look(*pair)
     assert found["target", "num_layers"].value == "7"
     assert found["target", "architecture"].value == "LlamaForCausalLM"
     assert found["draft", "layout"].value == "eagle3"
@@ -43,8 +64,7 @@ def test_a_pair_that_fits(pair: tuple[Path, Path]) -> None:
 
 
 def test_a_target_alone(pair: tuple[Path, Path]) -> None:
-    findings = list(examine(str(pair[0])))
-    assert not [f for f in findings if f.section == "draft"]
+    assert not [section for section, _ in look(pair[0]) if section == "draft"]
 
 
 def test_a_draft_that_does_not_fit(pair: tuple[Path, Path], tmp_path: Path) -> None:
@@ -69,8 +89,7 @@ def test_a_model_that_is_not_there(tmp_path: Path) -> None:
 def test_an_unsupported_model(pair: tuple[Path, Path], tmp_path: Path) -> None:
     other = make_llama(tmp_path / "other")
     edit_config(other, architectures=["MambaForCausalLM"], model_type="mamba")
-    findings = list(examine(str(other)))
-    (problem,) = [f for f in findings if f.status == "problem"]
+    (problem,) = [f for f in look(other).values() if f.status == "problem"]
     assert "mamba" in problem.value.lower()
 
 
@@ -85,6 +104,111 @@ def test_the_built_in_pair(
     monkeypatch.setattr(resolve, "BUILTIN_DRAFT", tmp_path)
     missing = look_up(list(examine()))["target", "built-in pair"]
     assert (missing.value, missing.status) == ("missing", "problem")
+
+
+def test_what_is_recognised_of_a_draft(pair: tuple[Path, Path]) -> None:
+    found = look(*pair)
+    for name, value in {
+        "embed_tokens": "shared with the target",
+        "lm_head": "its own",
+        "vocabulary map": "d2t, t2d",
+        "position limit": "none: goes on past its 64 positions of training",
+        "aux_layers": "2, 3, 4",
+    }.items():
+        assert found["draft", name].value == value
+    recognised = found["draft", "recognised"].value
+    for part in ("official layout", "[2, 3, 4] (default)", "48 of 96 tokens", "rope theta 10000"):
+        assert part in recognised
+    assert found["target", "tokenizer"].value == "96 tokens, adds a BOS"
+    assert found["target", "chat template"].value == "present"
+    assert found["target", "end of sequence"].value == "2"
+
+
+def test_memory_is_counted_from_headers(pair: tuple[Path, Path]) -> None:
+    found = look(*pair, 100, 200, 9999, max_num_seqs=3)
+    target = sum(tensor.numel() for tensor in load_state(pair[0]).values())
+    head = {n: t for n, t in load_state(pair[1]).items() if n not in ("d2t", "t2d")}
+    draft = sum(tensor.numel() for tensor in head.values())
+    for name, count in (("target", target), ("draft", draft)):
+        expected = f"{count * 4 / 2**20:.2f} MiB: {count:,} in float32"
+        assert found["memory", f"{name} weights"].value == expected
+    # Keys and values of 7 layers and the draft's one, 2 heads of 16 in float32.
+    assert found["memory", "cache of a token"].value == f"{8 * 2 * 2 * 16 * 4 / 1024:.1f} KiB"
+    blocks = -(-(100 + 2 * 3 + 1) // 16)
+    row = blocks * 16 * 8 * 2 * 2 * 16 * 4
+    expected = f"{row / 2**20:.2f} MiB a row; 3 of 3 rows fit at a time"
+    assert found["memory", "rows of 100 tokens"].value == expected
+    assert ("memory", "rows of 256 tokens") in found, "the longest row is always said"
+    assert "9999" in found["memory", "lengths"].value
+
+
+def test_rows_that_do_not_fit_are_a_problem(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_cache, "_CPU_CACHE_BYTES", 100_000)
+    found = look(*pair, 16, 200)
+    assert found["memory", "rows of 16 tokens"].status == "ok"
+    assert "1 of 16 rows" in found["memory", "rows of 16 tokens"].value
+    assert found["memory", "rows of 200 tokens"].status == "problem"
+    assert found["memory", "rows of 256 tokens"].status == "problem"
+
+
+@pytest.mark.parametrize("layout", ["speculators", "wrapped", "eagle1"])
+def test_other_layouts(pair: tuple[Path, Path], tmp_path: Path, layout: str) -> None:
+    target = pair[0]
+    if layout == "speculators":
+        head = layouts.to_speculators(make_eagle3(tmp_path / "head", target))
+    else:
+        head = make_eagle1(tmp_path / "head", target)
+        if layout == "wrapped":
+            layouts.to_wrapped(head)
+    found = look(target, head)
+    assert not [f for f in found.values() if f.status == "problem"]
+    name = "official" if layout == "eagle1" else layout
+    assert f"{name} layout" in found["draft", "recognised"].value
+
+
+def test_a_draft_that_asks_for_a_flag_gets_it(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    head = make_eagle3(tmp_path / "head", pair[0], norm_output=True)
+    args = ["doctor", "--model", str(pair[0]), "--draft-model", str(head), "--device", "cpu"]
+    result = CliRunner().invoke(cli, args)
+    assert result.exit_code == 5
+    assert "--draft-norm-output false" in result.stdout
+    result = CliRunner().invoke(cli, [*args, "--draft-norm-output", "false", "--lengths", "64"])
+    assert result.exit_code == 0, result.stdout
+    assert "raw feedback (override)" in result.stdout
+    assert "rows of 64 tokens" in result.stdout
+    assert CliRunner().invoke(cli, [*args, "--lengths", "0"]).exit_code == 2
+
+
+def test_tensors_are_checked_by_their_headers(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    head = make_eagle3(tmp_path / "head", pair[0])
+    state = load_state(head)
+    del state["norm.weight"]
+    save_state(head, state)
+    problems = [f for f in look(pair[0], head).values() if f.status == "problem"]
+    (problem,) = problems
+    assert '"norm.weight" is missing' in problem.value
+
+
+def test_what_a_generation_config_asks_is_said(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    target = Path(shutil.copytree(pair[0], tmp_path / "target"))
+    values = {"temperature": 0.6, "repetition_penalty": 1.05, "eos_token_id": [3, 2]}
+    (target / "generation_config.json").write_text(json.dumps(values))
+    found = look(target)
+    assert found["target", "sampling defaults"].value == "temperature=0.6"
+    assert found["target", "not applied"].value == "repetition_penalty=1.05"
+    assert found["target", "not applied"].status == "note"
+    assert found["target", "end of sequence"].value == "2, 3"
+
+
+def test_a_tokenizer_of_another_vocabulary(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, 78)
+    assert look(pair[0], tokenizer=str(tmp_path))["target", "tokenizer"].status == "ok"
+    write_tokenizer(tmp_path, 120)
+    problem = look(pair[0], tokenizer=str(tmp_path))["target", "tokenizer"]
+    assert problem.status == "problem"
+    assert "120 tokens, the model's embedding 96" in problem.value
 
 
 def fake_torch(bf16: bool) -> Any:
@@ -136,6 +260,7 @@ def test_what_the_table_shows(pair: tuple[Path, Path]) -> None:
         "machine",
         "kernels",
         "target",
+        "memory",
     ]
     assert any(line.split()[:2] == ["ok", "python"] for line in lines)
     assert any("backend" in line for line in lines)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import click
 
+from specgen.commands.draft_flags import DRAFT_OVERRIDES
+from specgen.commands.flags import with_options
+from specgen.config import DEVICES, DTYPES, EngineConfig
 from specgen.errors import ExitCode
 
 __all__ = ["doctor"]
@@ -13,19 +17,53 @@ __all__ = ["doctor"]
 _MARKS = {"ok": "ok", "note": "note", "problem": "PROBLEM"}
 
 
+def _lengths(
+    ctx: click.Context, param: click.Parameter, value: str | None
+) -> tuple[int, ...] | None:
+    del ctx, param
+    if value is None:
+        return None
+    try:
+        lengths = tuple(int(part) for part in value.split(","))
+    except ValueError:
+        lengths = (0,)
+    if min(lengths) < 1:
+        raise click.BadParameter("must be numbers of tokens, such as 2048,8192")
+    return lengths
+
+
+_FLAGS = [
+    click.option("--model", metavar="DIR|ID", help="Target model; default: the built-in pair."),
+    click.option("--draft-model", metavar="DIR|ID", help="Draft; must fit the target."),
+    click.option("--revision", metavar="REV", help="Revision of a model from the hub."),
+    click.option("--tokenizer", metavar="DIR|ID", help="Tokenizer, if not the model's own."),
+    click.option("--dtype", type=click.Choice(DTYPES), default="auto", show_default=True),
+    click.option("--device", type=click.Choice(DEVICES), default="auto", show_default=True),
+    click.option("--max-model-len", type=int, metavar="N", help="Longest prompt plus completion."),
+    click.option("--max-num-seqs", type=int, metavar="N", help="Completions that run at a time."),
+    click.option("--num-speculative-tokens", type=int, metavar="N", help="Drafts a step."),
+    *DRAFT_OVERRIDES,
+    click.option(
+        "--lengths",
+        callback=_lengths,
+        metavar="N,...",
+        help="Say the memory of rows of so many tokens.  [default: 2048,8192,32768]",
+    ),
+    click.option("--json", "as_json", is_flag=True, help="Print one JSON object."),
+]
+
+
 @click.command()
-@click.option("--model", metavar="DIR", help="Target model to look at; default: the built-in pair.")
-@click.option("--draft-model", metavar="DIR", help="Draft to look at; must fit the target.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def doctor(model: str | None, draft_model: str | None, as_json: bool) -> int:
+@with_options(_FLAGS)
+def doctor(lengths: tuple[int, ...] | None, as_json: bool, **flags: Any) -> int:
     """Say what this machine offers, and whether a target and a draft fit together.
 
-    Looks at software, GPU, Triton, and the configuration of the models; loads no weights. Exit
-    code 0 if specgen can run here, else 5.
+    Looks at software, GPU, Triton, and the configurations, tokenizer and tensor headers of the
+    models; loads no weights. Exit code 0 if specgen can run here, else 5.
     """
     from specgen.doctor import examine
 
-    findings = list(examine(model, draft_model))
+    findings = list(examine(EngineConfig(**flags), lengths))
     healthy = all(finding.status != "problem" for finding in findings)
     if as_json:
         report = {"ok": healthy, "findings": [finding.to_dict() for finding in findings]}

@@ -57,7 +57,7 @@ def load_target(
 
     Args:
         path: directory with ``config.json`` and weights (for ``"dummy"`` the configuration alone).
-        device: where the parameters go.
+        device: where the parameters go; ``"meta"`` checks headers and reads no tensor.
         dtype: of the parameters; ``"auto"`` is the checkpoint's on CUDA and float32 on a CPU.
         kernels: operations to run on.
         aux_layers: boundaries whose features the draft needs, see :class:`Decoder`.
@@ -96,6 +96,8 @@ def load_target(
     if config.tie_word_embeddings and "lm_head.weight" in checkpoint.tensors:
         spare.add("lm_head.weight")
     _check(slots, checkpoint, spare)
+    if decoder.device.type == "meta":
+        return decoder
     _fill(slots, checkpoint)
     if spare:
         head = checkpoint.load("lm_head.weight").to(device=device, dtype=resolved)
@@ -140,7 +142,7 @@ def load_draft(
     Args:
         path: directory with ``config.json`` and weights.
         target: the target, loaded with the draft's ``aux_layers``.
-        device: must be the target's.
+        device: must be the target's; on ``"meta"`` headers are checked and no tensor is read.
         dtype: ``"auto"`` or the target's.
         kernels: operations to run on.
         load_format: as for :func:`load_target`.
@@ -168,7 +170,7 @@ def load_draft(
     if target_ids is not None:
         draft.target_ids = target_ids.to(target.device)
         draft.draft_ids = invert_target_ids(draft.target_ids, config.vocab_size)
-    if checkpoint is not None:
+    if checkpoint is not None and target.device.type != "meta":
         _compare_embedding(draft, target, checkpoint.tensors, source)
     return draft
 
@@ -242,6 +244,8 @@ def _fill_draft(
     maps: set[str] = {name for name in ("d2t", "t2d") if name in config.stored}
     _check(slots, checkpoint, maps | spare)
     target_ids = None
+    if draft.embed_weight.is_meta:
+        return target_ids
     if maps:
         no_offsets = torch.zeros(config.draft_vocab_size, dtype=torch.int64)
         target_ids = read_target_ids(
@@ -261,7 +265,7 @@ def _fill_truncated(
     source: DraftSource,
     checkpoint: Checkpoint,
     spare: set[str],
-) -> torch.Tensor:
+) -> torch.Tensor | None:
     """Fill a head whose ``token_map`` lists target ids in any order; ours ascend.
 
     Its lm_head has a row for each of them, or one for every token of the target.
@@ -274,6 +278,8 @@ def _fill_truncated(
     rows = info.shape[0] if info.shape else 0
     whole = rows == config.vocab_size
     _check_tensor(name, info, (rows if whole else config.draft_vocab_size, config.hidden_size))
+    if draft.embed_weight.is_meta:
+        return None
     ids, order = read_token_map(
         checkpoint.load("token_map"),
         draft_vocab_size=config.draft_vocab_size,

@@ -50,6 +50,14 @@ def block_bytes(model: CachedModel, block_size: int, dtype: torch.dtype) -> int:
     return 2 * model.num_layers * block_size * model.num_kv_heads * model.head_dim * dtype.itemsize
 
 
+def cache_bytes(device: torch.device, gpu_memory_utilization: float) -> int:
+    """Bytes that caches and temporaries may take beside what the device holds already."""
+    if device.type != "cuda":
+        return _CPU_CACHE_BYTES
+    free, total = torch.cuda.mem_get_info(device)
+    return int(total * gpu_memory_utilization) - (total - free) - _GPU_RESERVE_BYTES
+
+
 def num_blocks_that_fit(
     models: list[CachedModel],
     *,
@@ -72,13 +80,9 @@ def num_blocks_that_fit(
         EnvironmentProblem: not even one row at full length fits.
     """
     bytes_per_block = sum(block_bytes(model, block_size, dtype) for model in models)
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        held = total - free
-        available = int(total * gpu_memory_utilization) - held - activation_bytes
-        available -= _GPU_RESERVE_BYTES
-    else:
-        available = _CPU_CACHE_BYTES
+    available = cache_bytes(device, gpu_memory_utilization) - (
+        activation_bytes if device.type == "cuda" else 0
+    )
     num_blocks = min(wanted, available // bytes_per_block)
     if num_blocks < needed:
         raise EnvironmentProblem(

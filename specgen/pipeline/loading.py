@@ -10,7 +10,7 @@ import torch
 from specgen.config import EngineConfig, ResolvedConfig
 from specgen.errors import ModelError
 from specgen.kernels import select_kernels
-from specgen.models.config import DraftConfig
+from specgen.models.config import DraftConfig, ModelConfig
 from specgen.models.draft import DraftModel, DraftOverrides
 from specgen.models.registry import read_model_config
 from specgen.models.target import TargetModel
@@ -182,7 +182,7 @@ def _assemble(
         dtype=dtype,
         device=device,
         gpu_memory_utilization=config.gpu_memory_utilization,
-        activation_bytes=_activation_bytes(config, target),
+        activation_bytes=activation_bytes(config, target.config),
         wanted=config.max_num_seqs * max_blocks,
         needed=max_blocks,
     )
@@ -236,9 +236,8 @@ def _assemble(
     )
 
 
-def _activation_bytes(config: ResolvedConfig, target: TargetModel) -> int:
+def activation_bytes(config: ResolvedConfig, model: ModelConfig) -> int:
     """A generous bound on the temporaries of the largest prefill and decode step."""
-    model = target.config
     itemsize: int = getattr(torch, config.dtype).itemsize
     decode_rows = config.max_num_seqs * (config.num_speculative_tokens + 1)
     num_tokens = max(config.max_num_batched_tokens, decode_rows)

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from models.tiny import make_eagle3, make_target
 
 from specgen.cli import cli
+from specgen.config import EngineConfig
 from specgen.doctor import examine
 
 pytestmark = pytest.mark.gpu
@@ -24,7 +25,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 
 def test_doctor_finds_the_gpu_and_runs_a_kernel(pair: tuple[str, str]) -> None:
-    found = {(f.section, f.name): f for f in examine(*pair)}
+    found = {(f.section, f.name): f for f in examine(EngineConfig(*pair))}
     assert found["kernels", "triton"].value == "compiles and runs"
     assert found["kernels", "backend"].value == "triton"
     assert "GiB free" in found["machine", "GPU 0"].value

@@ -1,0 +1,319 @@
+"""What a target and a draft are, whether they fit each other, and the memory they need.
+
+Configurations, tokenizer and tensor headers are read; no tensor is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from specgen.config import EngineConfig, ResolvedConfig
+from specgen.doctor_finding import Finding
+from specgen.errors import SpecgenError
+
+if TYPE_CHECKING:
+    from specgen.models.config import DraftConfig, ModelConfig
+
+__all__ = ["examine_pair"]
+
+_Found = TypeVar("_Found")
+_GIB = 2**30
+_LENGTHS = (2048, 8192, 32768)
+
+
+class _ProblemError(Exception):
+    """Ends the examination; what it is about has been found."""
+
+    def __init__(self, finding: Finding) -> None:
+        super().__init__(finding.value)
+        self.finding = finding
+
+
+def examine_pair(config: EngineConfig, lengths: Sequence[int] | None = None) -> Iterator[Finding]:
+    """Look at the models of ``config``.
+
+    Args:
+        config: as for an engine; models may be hub ids, of which only headers are fetched.
+        lengths: prompt plus completion, in tokens, of rows whose memory is to be said; None takes
+            usual ones.
+    """
+    try:
+        with TemporaryDirectory(prefix="specgen-doctor-") as scratch:
+            yield from _examine(config, lengths, Path(scratch))
+    except _ProblemError as problem:
+        yield problem.finding
+
+
+def _examine(
+    config: EngineConfig, lengths: Sequence[int] | None, scratch: Path
+) -> Iterator[Finding]:
+    from specgen.models.registry import read_model_config
+    from specgen.resolve import BUILTIN_DRAFT, BUILTIN_TARGET, resolve
+
+    model, draft = config.model, config.draft_model
+    if model is None and not config.no_draft:
+        pair = (BUILTIN_TARGET, BUILTIN_DRAFT)
+        if draft is None and not all((path / "config.json").is_file() for path in pair):
+            hint = "reinstall specgen, or give --model"
+            yield Finding("target", "built-in pair", "missing", "problem", hint)
+            return
+        yield Finding("target", "built-in pair", "present")
+    model = model or str(BUILTIN_TARGET)
+    draft = draft or (str(BUILTIN_DRAFT) if config.model is None else None)
+
+    directory = _find("target", model, config.revision, scratch / "target")
+    yield Finding("target", "directory", model)
+    target = _try(
+        "target",
+        model,
+        lambda: read_model_config(directory, trust_remote_code=config.trust_remote_code),
+    )
+    yield from _facts("target", target)
+    on_disk = replace(
+        config,
+        model=directory,
+        draft_model=None,
+        revision=None,
+        draft_revision=None,
+        num_speculative_tokens=0,
+        draft_sample="greedy",
+    )
+    if draft is not None and not config.no_draft:
+        draft_directory = _find("draft", draft, config.draft_revision, scratch / "draft")
+        on_disk = replace(
+            on_disk,
+            draft_model=draft_directory,
+            num_speculative_tokens=config.num_speculative_tokens,
+            draft_sample=config.draft_sample,
+        )
+    resolved = _try("machine", "settings", lambda: resolve(on_disk))
+    yield from _tokenizer(resolved)
+    yield from _generation(resolved)
+    head = None
+    if resolved.draft_dir is not None:
+        head, findings = _draft(str(draft), resolved, target)
+        yield from findings
+    num_parameters = _num_parameters(resolved, target, head)
+    if head is not None:
+        yield Finding("draft", "fits the target", "yes")
+    yield from _memory(resolved, target, head, num_parameters, lengths)
+
+
+def _find(section: str, name: str, revision: str | None, scratch: Path) -> str:
+    from specgen.hub import fetch_headers
+
+    scratch.mkdir()
+    return _try(section, name, lambda: fetch_headers(name, scratch, revision))
+
+
+def _try(section: str, name: str, look: Callable[[], _Found]) -> _Found:
+    try:
+        return look()
+    except SpecgenError as error:
+        raise _ProblemError(Finding(section, name, error.message, "problem", error.hint)) from error
+
+
+def _facts(section: str, config: Any) -> Iterator[Finding]:
+    """The fields of a frozen config, nested ones left out where they hold nothing."""
+    for name, value in asdict(config).items():
+        if value in (None, (), [], {}, "", frozenset()) or name == "notes":
+            continue
+        if isinstance(value, dict):
+            value = ", ".join(f"{k}={v}" for k, v in value.items() if v not in (None, (), ""))
+        elif isinstance(value, frozenset):
+            value = ", ".join(sorted(map(str, value)))
+        elif isinstance(value, tuple | list):
+            value = ", ".join(map(str, value))
+        yield Finding(section, name, str(value))
+
+
+def _tokenizer(config: ResolvedConfig) -> Iterator[Finding]:
+    from specgen.pipeline.loading import check_vocabulary
+    from specgen.pipeline.tokenization import Tokenizer
+
+    def load() -> Tokenizer:
+        tokenizer = Tokenizer(
+            config.tokenizer_dir,
+            chat_template=config.chat_template,
+            trust_remote_code=config.trust_remote_code,
+        )
+        check_vocabulary(tokenizer, config)
+        return tokenizer
+
+    try:
+        tokenizer = load()
+    except SpecgenError as error:
+        yield Finding("target", "tokenizer", error.message, "problem", error.hint)
+        return
+    bos = "adds a BOS" if tokenizer.adds_bos else "adds no BOS"
+    yield Finding("target", "tokenizer", f"{len(tokenizer)} tokens, {bos}")
+    if tokenizer.has_chat_template:
+        yield Finding("target", "chat template", "present")
+    else:
+        hint = 'rows with "messages" need --chat-template'
+        yield Finding("target", "chat template", "none", "note", hint)
+
+
+def _generation(config: ResolvedConfig) -> Iterator[Finding]:
+    from specgen.resolve import generation_defaults, ignored_generation_keys
+
+    def listed(values: dict[str, Any]) -> str:
+        return ", ".join(f"{key}={value}" for key, value in values.items())
+
+    ends = ", ".join(map(str, config.eos_token_ids)) or "none"
+    yield Finding("target", "end of sequence", ends)
+    defaults = _try("target", "sampling", lambda: generation_defaults(config.model_dir))
+    if defaults:
+        yield Finding("target", "sampling defaults", listed(defaults))
+    ignored = ignored_generation_keys(config.model_dir)
+    if ignored:
+        hint = "these keys of generation_config.json are not applied"
+        yield Finding("target", "not applied", listed(ignored), "note", hint)
+
+
+def _draft(
+    name: str, config: ResolvedConfig, target: ModelConfig
+) -> tuple[DraftConfig, list[Finding]]:
+    from specgen.models.weights import inspect_draft
+    from specgen.pipeline.loading import draft_overrides
+
+    assert config.draft_dir is not None
+    directory = config.draft_dir
+    head = _try(
+        "draft",
+        name,
+        lambda: inspect_draft(
+            directory, target, load_format=config.load_format, overrides=draft_overrides(config)
+        ),
+    )
+    findings = [Finding("draft", "directory", name)]
+    findings += [Finding("draft", "recognised", head.notes[0])]
+    findings += [Finding("draft", "remark", note, "note") for note in head.notes[1:]]
+    findings += _facts("draft", replace(head, stored=frozenset()))
+    for tensor in ("embed_tokens", "lm_head"):
+        owner = "its own" if tensor in head.stored else "shared with the target"
+        findings.append(Finding("draft", tensor, owner))
+    maps = sorted({"d2t", "t2d", "token_map"} & head.stored)
+    findings.append(Finding("draft", "vocabulary map", ", ".join(maps) or "none: the target's"))
+    if head.position_limit is None:
+        reach = f"none: goes on past its {head.max_position_embeddings} positions of training"
+        findings.append(Finding("draft", "position limit", reach))
+    return head, findings
+
+
+def _memory(
+    config: ResolvedConfig,
+    target: ModelConfig,
+    head: DraftConfig | None,
+    num_parameters: dict[str, int],
+    lengths: Sequence[int] | None,
+) -> Iterator[Finding]:
+    import torch
+
+    from specgen.pipeline.kv_cache import block_bytes, cache_bytes
+    from specgen.pipeline.loading import activation_bytes
+
+    dtype, device = getattr(torch, config.dtype), torch.device(config.device)
+    for name, count in num_parameters.items():
+        size = _gib(count * dtype.itemsize)
+        yield Finding("memory", f"{name} weights", f"{size}: {count:,} in {config.dtype}")
+    cached: list[Any] = [target] if head is None else [target, head]
+    block = sum(block_bytes(model, config.block_size, dtype) for model in cached)
+    weights = sum(num_parameters.values()) * dtype.itemsize
+    working = activation_bytes(config, target)
+    yield Finding(
+        "memory",
+        "working memory",
+        f"{_gib(working)} for steps of {config.max_num_batched_tokens} prompt tokens or "
+        f"{config.max_num_seqs} rows",
+    )
+    yield Finding("memory", "cache of a token", f"{block // config.block_size / 1024:.1f} KiB")
+    room = cache_bytes(device, config.gpu_memory_utilization) - working
+    if device.type == "cuda":
+        room -= weights
+    else:
+        room += working
+    lookahead = 2 * config.num_speculative_tokens + 1
+    limit = config.max_model_len
+    for length in sorted({n for n in (*(lengths or _LENGTHS), limit) if n <= limit}):
+        row = -(-(length + lookahead) // config.block_size) * block
+        rows = max(room, 0) // row
+        asked = min(rows, config.max_num_seqs)
+        text = f"{_gib(row)} a row; {asked} of {config.max_num_seqs} rows fit at a time"
+        if rows:
+            yield Finding("memory", f"rows of {length} tokens", text)
+            continue
+        where = "this GPU" if device.type == "cuda" else "the cache of a CPU run"
+        hint = "lower --max-model-len, use a smaller dtype, or another machine"
+        yield Finding("memory", f"rows of {length} tokens", f"{text} {where}", "problem", hint)
+    too_long = sorted(n for n in lengths or () if n > limit)
+    if too_long:
+        text = f"{', '.join(map(str, too_long))}: beyond the {limit} tokens of a row"
+        yield Finding("memory", "lengths", text, "note")
+    if device.type == "cpu" and weights > _available_memory():
+        text = f"{_gib(weights)} of weights, {_gib(_available_memory())} of memory available"
+        yield Finding("memory", "machine", text, "problem", "use a machine with more memory")
+
+
+def _num_parameters(
+    config: ResolvedConfig, target: ModelConfig, head: DraftConfig | None
+) -> dict[str, int]:
+    """Parameters of target and draft; every tensor is checked by name and shape on the way.
+
+    What transformers is to run is only known once it runs: there, what is stored is counted.
+    """
+    from specgen.kernels import select_kernels
+    from specgen.models.checkpoint import Checkpoint
+    from specgen.models.weights import load_draft, load_target
+    from specgen.pipeline.loading import draft_overrides
+
+    def stored(directory: str) -> int:
+        tensors = _try("target", "weights", lambda: Checkpoint.open(directory)).tensors
+        return sum(math.prod(info.shape) for info in tensors.values())
+
+    if target.backend == "transformers":
+        counts = {"target": stored(config.model_dir)}
+        return counts | ({} if config.draft_dir is None else {"draft": stored(config.draft_dir)})
+    kernels = select_kernels("cpu")
+    options: dict[str, Any] = {"device": "meta", "dtype": config.dtype, "kernels": kernels}
+    options["load_format"] = config.load_format
+    aux_layers = () if head is None else head.aux_layers
+    skeleton = _try(
+        "target",
+        "weights",
+        lambda: load_target(config.model_dir, aux_layers=aux_layers, **options),
+    )
+    counts = {"target": _count(skeleton)}
+    if config.draft_dir is not None:
+        directory = config.draft_dir
+        draft = _try(
+            "draft",
+            "weights",
+            lambda: load_draft(directory, skeleton, overrides=draft_overrides(config), **options),
+        )
+        counts["draft"] = _count(draft)
+    return counts
+
+
+def _count(model: Any) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _available_memory() -> int:
+    """Bytes of host memory that programs can still have; without an answer, all there could be."""
+    try:
+        for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        pass
+    return 2**63
+
+
+def _gib(size: int) -> str:
+    return f"{size / _GIB:.2f} GiB" if size >= _GIB // 100 else f"{size / 2**20:.2f} MiB"

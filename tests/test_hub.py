@@ -1,0 +1,176 @@
+"""Checkpoints by hub id, with the real client against a server that answers as the hub does."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fake_hub import COMMIT, FakeHub, serve_hub
+from models.tiny import make_eagle1, make_eagle3, make_llama
+from safetensors import safe_open
+
+import specgen
+from specgen.errors import ModelError
+from specgen.hub import is_hub_id, locate
+from specgen.models.checkpoint import Checkpoint
+
+SCRIPT = """
+import json, sys, tempfile
+from pathlib import Path
+import specgen.hub
+from specgen.errors import ModelError
+from specgen.hub import fetch_headers, locate
+for call in json.loads(sys.argv[1]):
+    try:
+        if call[0] == "locate":
+            path = locate(*call[1:])
+        else:
+            specgen.hub._FIRST_BYTES = int(call[2])
+            path = fetch_headers(call[1], Path(tempfile.mkdtemp(dir=sys.argv[2])))
+        print(json.dumps([path, sorted(file.name for file in Path(path).iterdir())]))
+    except ModelError as error:
+        print(json.dumps([None, str(error)]))
+"""
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeHub]:
+    root = tmp_path_factory.mktemp("hub")
+    model = make_llama(root / "org" / "model", with_tokenizer=True, max_shard_size="200KB")
+    make_eagle3(root / "org" / "head", model)
+    make_eagle1(root / "org" / "pickled", model, as_bin=True)
+    gated = make_eagle3(root / "org" / "gated", model)
+    (gated / ".gated").touch()
+    (model / "pytorch_model.bin").write_bytes(b"the same weights again")
+    (model / "consolidated.safetensors").write_bytes(b"and again")
+    with serve_hub(root) as hub:
+        yield hub
+
+
+def environment(hub: FakeHub, home: Path, **more: str) -> dict[str, str]:
+    return {
+        **os.environ,
+        "HF_ENDPOINT": hub.url,
+        "HF_HOME": str(home),
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(Path(specgen.__file__).parents[1]),
+        **more,
+    }
+
+
+def ask(
+    hub: FakeHub, home: Path, calls: list[list[str]], **env: str
+) -> list[tuple[str | None, str | list[str]]]:
+    """Directory and files of each call, or None and the error's text."""
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, json.dumps(calls), str(home)],
+        env=environment(hub, home, **env),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return [tuple(json.loads(line)) for line in done.stdout.splitlines()]
+
+
+def test_what_is_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert is_hub_id("org/model")
+    for name in ("./org/model", "/org/model", "~/model", "model", "a/b/c"):
+        assert not is_hub_id(name)
+    (tmp_path / "org" / "model").mkdir(parents=True)
+    assert not is_hub_id("org/model")
+    assert locate("org/model") == "org/model"
+    with pytest.raises(ModelError, match="no such model directory"):
+        locate("model")
+
+
+def test_what_is_fetched_and_what_is_said(hub: FakeHub, tmp_path: Path) -> None:
+    home = tmp_path / "online"
+    home.mkdir()
+    calls = [
+        ["locate", "org/model"],
+        ["locate", "org/pickled"],
+        ["locate", "org/gated"],
+        ["locate", "org/none"],
+        ["locate", "org/model", "v9"],
+        ["locate", "org/model", COMMIT],
+    ]
+    model, pickled, gated, none, revision, commit = ask(hub, home, calls)
+    assert model[0] is not None
+    assert COMMIT in model[0]
+    assert {"config.json", "tokenizer.json", "model.safetensors.index.json"} < set(model[1])
+    assert not {"pytorch_model.bin", "consolidated.safetensors"} & set(model[1])
+    assert set(pickled[1]) == {"config.json", "pytorch_model.bin"}
+    assert gated[0] is None
+    assert "org/gated: is gated" in gated[1]
+    assert f"{hub.url}/org/gated" in gated[1]
+    assert "HF_TOKEN" in gated[1]
+    assert "org/none: no such model directory, and no such repository" in none[1]
+    assert "org/model: has no revision 'v9'" in revision[1]
+    assert commit[0] == model[0]
+    # What is cached needs no network; the rest says so.
+    offline = [["locate", "org/model"], ["locate", "org/head"], ["headers", "org/head", "1000"]]
+    model_again, *absent = ask(hub, home, offline, HF_HUB_OFFLINE="1")
+    assert model_again == model
+    for path, text in absent:
+        assert path is None
+        assert "not complete in the hub's cache" in text
+        assert "HF_HUB_OFFLINE is set" in text
+        assert "hf download org/head" in text
+    dead = [["locate", "org/model"], ["locate", "org/head"]]
+    model_again, head = ask(hub, home, dead, HF_ENDPOINT="http://127.0.0.1:9")
+    assert model_again == model
+    assert "the hub cannot be reached" in head[1]
+
+
+def test_doctor_reads_headers_alone(hub: FakeHub, tmp_path: Path) -> None:
+    def doctor(model: str, draft: str) -> tuple[int, str]:
+        done = subprocess.run(
+            [sys.executable, "-m", "specgen", "doctor", "--model", model, "--draft-model", draft],
+            env=environment(hub, tmp_path),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        return done.returncode, done.stdout + done.stderr
+
+    code, text = doctor("org/model", "org/head")
+    assert code == 0, text
+    assert "EAGLE-3 head (official layout)" in text
+    assert "fits the target" in text
+    code, text = doctor("org/model", "org/pickled")
+    assert code == 5
+    assert "org/pickled: no safetensors on the hub" in text
+
+
+@pytest.mark.parametrize("first_bytes", ["100", "8000"])
+def test_headers_come_without_their_tensors(hub: FakeHub, tmp_path: Path, first_bytes: str) -> None:
+    """In one request a file, or in two where the header is longer than was guessed."""
+    hub.bytes_sent = 0
+    hub.fetched.clear()
+    ((path, files),) = ask(hub, tmp_path, [["headers", "org/model", first_bytes]])
+    assert path is not None
+    shown = Checkpoint.open(path)
+    truth = {
+        file.name: file
+        for file in (hub.root / "org" / "model").iterdir()
+        if file.name.startswith("model-")
+    }
+    assert {name for name in files if name.startswith("model-")} == set(truth)
+    for file in truth.values():
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - not a mapping
+                assert list(shown.tensors[name].shape) == opened.get_slice(name).get_shape()
+    fetched = [name for name in hub.fetched if name.endswith(".safetensors")]
+    assert len(fetched) == len(truth) * (2 if first_bytes == "100" else 1)
+    tensors = sum(file.stat().st_size for file in truth.values())
+    texts = sum(file.stat().st_size for file in (hub.root / "org" / "model").glob("*.j*"))
+    assert hub.bytes_sent < texts + tensors / 4
