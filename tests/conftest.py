@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import os
 
+# Before torch is imported, here and in the processes that tests start: the models of the tests are
+# tiny, and the barriers between threads would take most of their time.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 import torch
 

@@ -16,6 +16,7 @@ from specgen.models.registry import read_model_config
 from specgen.models.target import TargetModel
 from specgen.models.weights import inspect_draft, load_draft, load_target
 from specgen.pipeline.block_manager import BlockManager
+from specgen.pipeline.cpu_threads import fit_cpu_threads
 from specgen.pipeline.cuda_graphs import DecodeGraphs
 from specgen.pipeline.drafter import Drafter
 from specgen.pipeline.kv_cache import CachedModel, KVCaches, allocate, num_blocks_that_fit
@@ -64,6 +65,7 @@ class Pipeline:
         return {
             **asdict(self.config),
             "kernel_backend": self.kernel_backend,
+            "cpu_threads": torch.get_num_threads() if self.config.device == "cpu" else None,
             "num_kv_blocks": self.scheduler.blocks.num_blocks,
             "num_cache_tokens": self.num_cache_tokens,
             "draft_logits_bytes": self.state.draft_logits_bytes,
@@ -110,6 +112,8 @@ def build_pipeline(config: ResolvedConfig) -> Pipeline:
         load_format=config.load_format,
         trust_remote_code=config.trust_remote_code,
     )
+    if device.type == "cpu":
+        fit_cpu_threads(sum(weight.numel() for weight in target.parameters()))
     draft = None
     if config.draft_dir is not None:
         draft = load_draft(
