@@ -31,7 +31,9 @@ def run_transformers(path: Path, sequences: list[torch.Tensor]) -> Expected:
     from transformers import AutoModelForCausalLM
 
     auto_class: Any = AutoModelForCausalLM
-    model = auto_class.from_pretrained(path, attn_implementation="eager").eval()
+    model = auto_class.from_pretrained(
+        path, attn_implementation="eager", dtype=torch.float32
+    ).eval()
     results = []
     with torch.inference_mode():
         for tokens in sequences:

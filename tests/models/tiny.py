@@ -22,6 +22,7 @@ __all__ = [
     "make_llama",
     "make_target",
     "save_state",
+    "spread_weights",
     "write_tokenizer",
 ]
 
@@ -97,7 +98,7 @@ def make_target(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
-        _spread_weights(model, 0.15 if bigram else 1.0)
+        spread_weights(model, 0.15 if bigram else 1.0)
     model.save_pretrained(path, max_shard_size=max_shard_size)
     if with_tokenizer:
         write_tokenizer(path, config.vocab_size)
@@ -109,7 +110,7 @@ def make_llama(path: Path, **overrides: Any) -> Path:
     return make_target(path, "llama", **overrides)
 
 
-def _spread_weights(model: Any, influence: float) -> None:
+def spread_weights(model: Any, influence: float = 1.0) -> None:
     """Weights of variance 1/fan-in: logits that differ between contexts, unlike the default's.
 
     Norm weights and biases are made random too, so that none can be left out unnoticed.
