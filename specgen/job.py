@@ -22,6 +22,12 @@ from specgen.stats import RunStats
 __all__ = ["Job", "RowEngine"]
 
 
+_DRAFT_HINT = (
+    "look at its auxiliary layers, rope base and norms with `specgen doctor`; --no-draft is faster "
+    "than this draft"
+)
+
+
 class RowEngine(Protocol):
     """What the job needs of an engine."""
 
@@ -63,6 +69,7 @@ class Job:
         """Start the hash of the whole input."""
         self._input_hash = hashlib.blake2b(digest_size=16)
         self._last: RequestOutput | None = None
+        self._has_warned = False
 
     @property
     def input_hash(self) -> str:
@@ -115,9 +122,17 @@ class Job:
             self._last = output
         if output.error is not None:
             self.display.warn(error_message(output), hint_for(output.error.code))
+        self._watch_draft()
         self.display.advance(self.stats)
         if self.max_errors is not None and self.stats.rows_failed > self.max_errors:
             raise InputError(
                 f"{self.stats.rows_failed:,} rows have failed, --max-errors is {self.max_errors}",
                 "mend the rows or the settings; --retry-errors then tries failed rows again",
             )
+
+    def _watch_draft(self) -> None:
+        """Warn, once, of a draft that costs time and gains nothing; the text is right anyway."""
+        warning = None if self._has_warned else self.stats.draft_warning
+        if warning is not None:
+            self._has_warned = True
+            self.display.warn(warning, _DRAFT_HINT)

@@ -12,8 +12,9 @@ from specgen.display import QuietDisplay
 from specgen.errors import InputError, OutputError
 from specgen.interrupts import Interrupts
 from specgen.job import Job
-from specgen.pipeline.request import PromptRow, RequestOutput
+from specgen.pipeline.request import ChoiceOutput, PromptRow, RequestOutput
 from specgen.request_io.reader import ReadOptions, read_rows
+from specgen.stats import SpeculationStats
 
 
 class ListWriter:
@@ -149,3 +150,23 @@ def test_a_row_is_counted_only_when_it_is_written(data: Path) -> None:
         job.run(FakeEngine(), read_rows([str(data)], ReadOptions()))
     assert job.stats.rows_done == 0
     assert display.advanced == []
+
+
+def test_a_useless_draft_is_named_once(tmp_path: Path) -> None:
+    class Useless(FakeEngine):
+        def _finish(self, row: PromptRow) -> RequestOutput:
+            stats = SpeculationStats(3)
+            for _ in range(40):
+                stats.add_spec_step(3, 0, 1)
+            choice = ChoiceOutput(0, (7,) * 40, "", "length", None, 1, stats)
+            return RequestOutput(row, (1, 2), (choice,), None)
+
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"prompt": "a"}\n' * 20)
+    job, writer, display = make_job()
+    job.run(Useless(), read_rows([str(path)], ReadOptions()))
+    assert len(writer.records) == 20
+    ((message, hint),) = display.warnings
+    assert message.startswith("only 0 of 320 first drafts were accepted")
+    assert hint is not None
+    assert "--no-draft" in hint

@@ -193,3 +193,23 @@ def test_an_empty_run_has_nulls() -> None:
     out = RunStats().summary(0.0)
     assert out["completion_tokens_per_s"] is None
     assert out["speculative_decoding"]["per_request"]["mean_acceptance_length"] is None
+
+
+@pytest.mark.parametrize(
+    ("steps", "accepting", "warned"),
+    [(299, 0, False), (300, 0, True), (300, 14, True), (300, 15, False), (5000, 300, False)],
+)
+def test_a_draft_of_which_nothing_is_accepted(steps: int, accepting: int, warned: bool) -> None:
+    run = RunStats()
+    parts = [(3, 1, 2)] * accepting + [(3, 0, 1)] * (steps - accepting)
+    run.add(output(account(parts, 0), tokens=steps + accepting))
+    assert (run.draft_warning is not None) is warned
+    assert run.summary(1.0)["speculative_decoding"]["warning"] == run.draft_warning
+    if warned:
+        assert f"only {accepting} of {steps} first drafts" in str(run.draft_warning)
+
+
+def test_a_run_without_drafts_has_none_to_warn_of() -> None:
+    run = RunStats()
+    run.add(output(account([], 1000), tokens=1000))
+    assert run.draft_warning is None

@@ -164,6 +164,7 @@ def _drive(options: RunOptions, job: Job) -> None:
     engine, sampling = _load(options)
     settings = _settings(options, engine, sampling)
     job.display.start(settings, total)
+    _warn_of_ignored(settings["generation_config_ignored"], job.display)
     read = replace(options.read, sampling=sampling)
     job.run(engine, read_rows(options.inputs, read, job.writer.keep))
     seconds = job.stats.elapsed()
@@ -213,16 +214,33 @@ def _load(options: RunOptions) -> tuple[Engine, SamplingParams]:
 
 def _settings(options: RunOptions, engine: Engine, sampling: SamplingParams) -> dict[str, Any]:
     """Everything that was decided, by the user or for them."""
+    from specgen.resolve import ignored_generation_keys
+
     values = sampling.to_dict()
     del values["seed"], values["num_speculative_tokens"]  # of single rows only
     values["max_tokens"] = values["max_tokens"] or "rest of the context"
+    described = engine.describe()
+    ignored: dict[str, Any] = {}
+    if options.config.generation_config == "auto":
+        ignored = ignored_generation_keys(described["model_dir"])
     return {
-        **engine.describe(),
+        **described,
         "generation_config": options.config.generation_config,
+        "generation_config_ignored": ignored,
         "sampling": values,
         "apply_chat_template": options.read.apply_chat_template,
         "system_prompt": options.read.system_prompt,
     }
+
+
+def _warn_of_ignored(keys: dict[str, Any], display: Display) -> None:
+    """A model's own sampling that is not applied changes its text: say so."""
+    if keys:
+        listed = ", ".join(f"{key} {value}" for key, value in keys.items())
+        display.warn(
+            f"the model's generation_config.json asks for {listed}: not applied",
+            "--generation-config none ignores that file in whole",
+        )
 
 
 def _meta(

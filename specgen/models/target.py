@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -74,6 +74,10 @@ class TargetModel(Protocol):
     @property
     def cos_sin(self) -> torch.Tensor:
         """Table of the rope in ``config``, which drafts of the same rope share."""
+        ...
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        """All weights, shared ones once."""
         ...
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:

@@ -102,6 +102,7 @@ def build_pipeline(config: ResolvedConfig) -> Pipeline:
             load_format=config.load_format,
             overrides=overrides,
         )
+        _check_headers(config, draft_config, overrides)
     target = load_target(
         config.model_dir,
         device=device,
@@ -127,6 +128,27 @@ def build_pipeline(config: ResolvedConfig) -> Pipeline:
         )
         draft_config = draft.config
     return _assemble(config, tokenizer, target, draft, draft_config)
+
+
+def _check_headers(config: ResolvedConfig, draft: DraftConfig, overrides: DraftOverrides) -> None:
+    """Compare names and shapes of all tensors first: a draft that is amiss shows in a second.
+
+    Raises:
+        ModelError: as loading would, once the target's weights are read.
+    """
+    target = read_model_config(config.model_dir, trust_remote_code=config.trust_remote_code)
+    if target.backend != "native" or config.load_format == "dummy":
+        return
+    assert config.draft_dir is not None
+    options: dict[str, Any] = {
+        "device": "meta",
+        "dtype": config.dtype,
+        "kernels": select_kernels("cpu"),
+    }
+    skeleton = load_target(
+        config.model_dir, aux_layers=draft.aux_layers, max_model_len=1, **options
+    )
+    load_draft(config.draft_dir, skeleton, overrides=overrides, **options)
 
 
 def draft_overrides(config: ResolvedConfig | EngineConfig) -> DraftOverrides:

@@ -1,0 +1,260 @@
+"""Checkpoints that cannot be run, from the shell's side: one early error, nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from e2e.engines import TEXT
+from models import layouts
+from models.tiny import edit_config, load_state, make_target, save_state, write_tokenizer
+
+from specgen.cli import cli
+
+
+@pytest.fixture
+def case(checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with copies of a target and its heads, to be spoiled."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("text", "text-eagle1", "text-eagle3"):
+        shutil.copytree(checkpoints[name], tmp_path / name)
+    (tmp_path / "in.jsonl").write_text('{"prompt": "a", "max_tokens": 2}\n')
+    return tmp_path
+
+
+def run(draft: str | None = "text-eagle3", *flags: str) -> Result:
+    args = ["run", "in.jsonl", "--model", "text", "--device", "cpu", "-o", "out"]
+    args += [] if draft is None else ["--draft-model", draft]
+    return CliRunner().invoke(cli, [*args, *flags])
+
+
+def refused(before: list[str], result: Result, *parts: str) -> None:
+    assert result.exit_code == 5, result.stderr
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, result.stderr
+    for part in parts:
+        assert part in result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""
+    assert sorted(os.listdir()) == before, "something was left behind"
+
+
+def change(directory: Path, **tensors: torch.Tensor | None) -> None:
+    state = load_state(directory)
+    for name, tensor in tensors.items():
+        name = name.replace("__", ".")
+        if tensor is None:
+            del state[name]
+        else:
+            state[name] = tensor
+    save_state(directory, state)
+
+
+def truncate_target(case: Path) -> None:
+    file = case / "text" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+
+
+def truncate_head(case: Path) -> None:
+    head = case / "text-eagle3"
+    save_state(head, load_state(head), as_bin=True)
+    file = head / "pytorch_model.bin"
+    file.write_bytes(file.read_bytes()[:-1000])
+
+
+def misshape_target(case: Path) -> None:
+    change(case / "text", model__norm__weight=torch.ones(31))
+
+
+def misshape_head(case: Path) -> None:
+    change(case / "text-eagle3", norm__weight=torch.ones(31))
+
+
+def lose_a_shard(case: Path) -> None:
+    shutil.rmtree(case / "text")
+    make_target(case / "text", with_tokenizer=True, max_shard_size="30KB", **TEXT)
+    sorted((case / "text").glob("*.safetensors"))[1].unlink()
+
+
+def take_a_wider_target(case: Path) -> None:
+    shutil.rmtree(case / "text")
+    make_target(case / "text", with_tokenizer=True, vocab_size=78, hidden_size=64)
+
+
+def lose_the_map(case: Path) -> None:
+    change(case / "text-eagle3", d2t=None)
+
+
+def lose_a_tensor_of_the_head(case: Path) -> None:
+    change(case / "text-eagle3", midlayer__hidden_norm__weight=None)
+
+
+class _RunsCode:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (Path("it-ran"),)
+
+
+def put_code_into_the_head(case: Path) -> None:
+    (case / "text-eagle3" / "model.safetensors").unlink()
+    content = pickle.dumps({"norm.weight": _RunsCode()})
+    (case / "text-eagle3" / "pytorch_model.bin").write_bytes(content)
+
+
+def name_an_unknown_architecture(case: Path) -> None:
+    edit_config(case / "text", architectures=["HyenaForCausalLM"], model_type="hyena")
+
+
+def reach_beyond_the_target(case: Path) -> None:
+    edit_config(case / "text-eagle3", eagle_aux_hidden_state_layer_ids=[2, 18, 33])
+
+
+def leave_the_residual_open(case: Path) -> None:
+    layouts.to_speculators(case / "text-eagle3", norm_before_residual=...)
+
+
+def be_a_parallel_head(case: Path) -> None:
+    change(case / "text-eagle3", mask_hidden=torch.zeros(32))
+
+
+def quantize(case: Path) -> None:
+    edit_config(case / "text-eagle3", quantization_config={"quant_method": "fp8"})
+
+
+BAD: dict[Callable[[Path], None], tuple[str, ...]] = {
+    truncate_target: ("text/model.safetensors", "not a complete safetensors file"),
+    truncate_head: ("text-eagle3/pytorch_model.bin",),
+    misshape_target: ('"model.norm.weight"', "[31]", "[32]"),
+    misshape_head: ('"norm.weight"', "[31]", "[32]"),
+    lose_a_shard: ("model-00002-of-", "missing", "fetch the missing shard"),
+    take_a_wider_target: ('"fc.weight"', "the head was made for another target"),
+    lose_the_map: ('"d2t" is missing',),
+    lose_a_tensor_of_the_head: ('"midlayer.hidden_norm.weight" is missing',),
+    put_code_into_the_head: ("nothing but tensors is read from a pickle",),
+    name_an_unknown_architecture: ("text", "hyena"),
+    reach_beyond_the_target: ("[2, 18, 33]", "0..3", "--draft-aux-layers"),
+    leave_the_residual_open: ('"norm_before_residual"', "--draft-norm-before-residual"),
+    be_a_parallel_head: ("P-EAGLE", "supported drafts"),
+    quantize: ("quantization_config", "fp8"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@pytest.mark.parametrize("spoil", BAD, ids=lambda spoil: spoil.__name__)
+def test_one_error_before_anything_starts(case: Path, spoil: Callable[[Path], None]) -> None:
+    spoil(case)
+    before = sorted(os.listdir())
+    refused(before, run(), *BAD[spoil])
+    assert not Path("it-ran").exists()
+
+
+def test_a_head_that_is_amiss_shows_before_the_weights_are_read(
+    case: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from specgen.models import weights
+
+    def fill(slots: Any, checkpoint: Any) -> None:
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr(weights, "_fill", fill)
+    lose_a_tensor_of_the_head(case)
+    refused(sorted(os.listdir()), run(), "hidden_norm")
+
+
+@pytest.mark.parametrize("size", [50, 110])
+def test_a_tokenizer_of_another_vocabulary(case: Path, size: int) -> None:
+    write_tokenizer(case / "other", size)
+    before = sorted(os.listdir())
+    result = run("text-eagle3", "--tokenizer", "other")
+    refused(
+        before, result, f"other: the tokenizer has {size} tokens", "embedding 78", "--tokenizer"
+    )
+
+
+def test_code_beside_a_tokenizer_is_not_run(case: Path) -> None:
+    custom = case / "custom"
+    custom.mkdir()
+    values = {"tokenizer_class": "Odd", "auto_map": {"AutoTokenizer": ["odd.Odd", None]}}
+    (custom / "tokenizer_config.json").write_text(json.dumps(values))
+    (custom / "odd.py").write_text("from pathlib import Path\nPath('it-ran').touch()\n")
+    before = sorted(os.listdir())
+    refused(before, run("text-eagle3", "--tokenizer", "custom"), "custom: no usable tokenizer")
+    assert not Path("it-ran").exists()
+
+
+def test_messages_without_a_template_cost_their_rows(case: Path) -> None:
+    for file in ("chat_template.jinja",):
+        (case / "text" / file).unlink(missing_ok=True)
+    config = json.loads((case / "text" / "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    (case / "text" / "tokenizer_config.json").write_text(json.dumps(config))
+    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+    lines = [chat, {"prompt": "a", "max_tokens": 2}]
+    Path("in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    result = run()
+    assert result.exit_code == 3
+    first, second = map(json.loads, Path("out").read_text().splitlines())
+    assert first["error"]["code"] == "no_chat_template"
+    assert "--chat-template" in first["error"]["message"]
+    assert second["status"] == "ok"
+
+
+def test_what_a_model_asks_in_vain_is_said_and_kept(case: Path) -> None:
+    values = {"temperature": 0.5, "repetition_penalty": 1.05, "eos_token_id": [2, 9]}
+    (case / "text" / "generation_config.json").write_text(json.dumps(values))
+    result = run()
+    assert result.exit_code == 0
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("warning: ")]
+    assert "repetition_penalty 1.05: not applied" in line
+    settings = json.loads(Path("out.meta.json").read_text())["settings"]
+    assert settings["generation_config_ignored"] == {"repetition_penalty": 1.05}
+    assert settings["sampling"]["temperature"] == 0.5
+    assert settings["eos_token_ids"] == [2, 9]
+    result = run("text-eagle3", "--generation-config", "none", "--overwrite")
+    assert "repetition_penalty" not in result.stderr.replace('"repetition_penalty"', "")
+
+
+@pytest.mark.parametrize("how", ["template", "text", "plain"])
+def test_no_prompt_gets_two_bos(case: Path, how: str) -> None:
+    """The template writes one, and a prompt that was rendered elsewhere may hold one."""
+    lines: dict[str, dict[str, Any]] = {
+        "template": {"messages": [{"role": "user", "content": "hi"}]},
+        "text": {"prompt": "<s>user: hi\nassistant: "},
+        "plain": {"prompt": "user: hi\nassistant: "},
+    }
+    for name in ("template", how):
+        Path("in.jsonl").write_text(json.dumps({**lines[name], "max_tokens": 1}) + "\n")
+        assert run("text-eagle3", "--overwrite").exit_code == 0
+        usage = json.loads(Path("out").read_text())["usage"]
+        assert usage["prompt_tokens"] == 1 + len("user: hi\nassistant: ")
+
+
+def test_a_head_that_accepts_nothing_is_named(case: Path) -> None:
+    """A head of random weights loads, and drafts noise."""
+    state = load_state(case / "text-eagle3")
+    generator = torch.Generator().manual_seed(1)
+    noise = {
+        name: torch.randn(tensor.shape, generator=generator)
+        if tensor.is_floating_point()
+        else tensor
+        for name, tensor in state.items()
+    }
+    save_state(case / "text-eagle3", noise)
+    lines = '{"prompt": "abc", "max_tokens": 60, "ignore_eos": true}\n' * 10
+    Path("in.jsonl").write_text(lines)
+    result = run("text-eagle3", "--summary", "sum.json")
+    assert result.exit_code == 0
+    warnings = [line for line in result.stderr.splitlines() if line.startswith("warning: ")]
+    summary = json.loads(Path("sum.json").read_text())["speculative_decoding"]
+    drafted, accepted = summary["drafted_per_position"][0], summary["accepted_per_position"][0]
+    assert drafted >= 300
+    assert (accepted < 0.05 * drafted) == bool(warnings) == bool(summary["warning"])
+    assert warnings, f"{accepted} of {drafted}: choose another noise"
+    assert "first drafts were accepted" in warnings[0]
