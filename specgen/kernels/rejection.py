@@ -1,4 +1,4 @@
-"""Verification of draft tokens in Triton: the ``standard`` rule.
+"""Verification of draft tokens in Triton: the ``standard`` and ``synthetic`` rules.
 
 1. Statistics of every vocabulary block of every judged row: largest logit, its id, and the sum of
    exponentials of the kept tokens (and the same of the draft's rows).
@@ -118,6 +118,7 @@ def _judge_kernel(
     first_positions_ptr,
     sample_ptr,
     thresholds_ptr,
+    synthetic_rates_ptr,
     max_ptr,
     sum_ptr,
     argmax_ptr,
@@ -136,6 +137,7 @@ def _judge_kernel(
     HAS_DRAFT_LOGITS: tl.constexpr,
     HAS_DRAFT_IDS: tl.constexpr,
     HAS_THRESHOLDS: tl.constexpr,
+    HAS_SYNTHETIC: tl.constexpr,
     BLOCKS: tl.constexpr,
     DRAFT_BLOCKS: tl.constexpr,
 ):
@@ -168,7 +170,8 @@ def _judge_kernel(
         p = tl.exp((logit - row_max) / temperature) / total
         if HAS_THRESHOLDS:
             p = tl.where(logit >= tl.load(thresholds_ptr + step), p, 0.0)
-        bound = _accept_uniform(seed, first_position + i, i, sample)
+        u = _accept_uniform(seed, first_position + i, i, sample)
+        bound = u
         if HAS_DRAFT_LOGITS:
             slot = tl.load(slot_ids_ptr + b)
             draft_max, draft_total, _draft_argmax = _combine_softmax(
@@ -190,6 +193,10 @@ def _judge_kernel(
             bound = bound * tl.where(inside, q, 0.0)
         good = (row_max > float("-inf")) & (row_max < float("inf"))
         accept = tl.where(greedy, (token == argmax).to(tl.int32), (bound < p).to(tl.int32))
+        if HAS_SYNTHETIC:
+            # The probabilities stay in the condition, or the compiler would drop their work.
+            usable = (p >= 0.0) & (bound >= 0.0)
+            accept = (usable & (u < tl.load(synthetic_rates_ptr + i))).to(tl.int32)
         judged = in_vocab & good & (i < num_drafts)
         alive = alive * tl.where(judged, accept, 0)
         tau = tau + alive
@@ -342,6 +349,7 @@ def _emit_kernel(
     out_ok_ptr,
     num_blocks,
     K: tl.constexpr,
+    HAS_SYNTHETIC: tl.constexpr,
     BLOCKS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -368,7 +376,8 @@ def _emit_kernel(
                     )
                     rejected = tau < tl.minimum(num_drafts, K)
                     use_residual = rejected & (best > float("-inf"))
-                    token = tl.where(use_residual, residual_token, token)
+                    if not HAS_SYNTHETIC:
+                        token = tl.where(use_residual, residual_token, token)
             tokens = tl.where(columns == tau, token, -1)
             if K > 0:
                 accepted = columns < tau
@@ -391,6 +400,7 @@ def rejection_sample(
     first_positions: Tensor,
     sample_index: Tensor,
     thresholds: Tensor | None,
+    synthetic_rates: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Judge the drafts of every row and draw the token after them; see the twin for shapes."""
     batch, num_steps, vocab_size = target_logits.shape
@@ -414,6 +424,8 @@ def rejection_sample(
     sample_index = sample_index.contiguous()
     if thresholds is not None:
         thresholds = thresholds.contiguous()
+    if synthetic_rates is not None:
+        synthetic_rates = synthetic_rates.contiguous()
     has_thresholds = thresholds is not None
     num_blocks = triton.cdiv(vocab_size, _BLOCK)
     blocks = triton.next_power_of_2(num_blocks)
@@ -456,6 +468,7 @@ def rejection_sample(
     )
     _judge_kernel[(batch,)](
         *inputs,
+        synthetic_rates,
         *stats,
         *draft_stats,
         tau,
@@ -470,6 +483,7 @@ def rejection_sample(
         HAS_DRAFT_LOGITS=draft_logits is not None,
         HAS_DRAFT_IDS=draft_ids is not None,
         HAS_THRESHOLDS=has_thresholds,
+        HAS_SYNTHETIC=synthetic_rates is not None,
         BLOCKS=blocks,
         DRAFT_BLOCKS=triton.next_power_of_2(max(num_draft_blocks, 1)),
         num_warps=1,
@@ -511,6 +525,7 @@ def rejection_sample(
         ok,
         num_blocks,
         K=k,
+        HAS_SYNTHETIC=synthetic_rates is not None,
         BLOCKS=blocks,
         COLUMNS=triton.next_power_of_2(num_steps),
         num_warps=1,

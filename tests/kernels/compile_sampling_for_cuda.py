@@ -72,6 +72,8 @@ def main() -> None:
     kept = torch.zeros(4, k + 1)
     rejection.rejection_sample(rows, drafts, ints, None, ints, None, *row_arguments, kept)
     rejection.rejection_sample(rows, drafts, ints, rows, ints, ids, *row_arguments, None)
+    for q in (None, rows):  # the synthetic rule
+        rejection.rejection_sample(rows, drafts, ints, q, ints, ids, *row_arguments, None, floats)
     print(f"compiled {len(compiled)} variants")
 
 

@@ -37,6 +37,7 @@ class Case:
     first_positions: Tensor
     sample_index: Tensor
     thresholds: Tensor | None
+    synthetic_rates: Tensor | None = None
 
     def run(self, module: ModuleType) -> tuple[Tensor, Tensor, Tensor]:
         result: tuple[Tensor, Tensor, Tensor] = module.rejection_sample(**vars(self))

@@ -1,4 +1,4 @@
-"""Verification of draft tokens: the ``standard`` rule."""
+"""Verification of draft tokens: the ``standard`` and ``synthetic`` rules."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ def rejection_sample(
     first_positions: Tensor,
     sample_index: Tensor,
     thresholds: Tensor | None,
+    synthetic_rates: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Judge the drafts of every row and draw the token that follows the accepted ones.
 
@@ -32,6 +33,10 @@ def rejection_sample(
     left the token is drawn from that row's p. Below T = 1e-5 a draft is accepted iff it is the
     argmax of the row, and argmaxes are emitted. Row i is the token at ``first_positions + i``;
     uniforms are on stream ACCEPT with j = i, emitted tokens on stream TARGET with j = 0.
+
+    With ``synthetic_rates`` all of that is computed too, but draft i is accepted iff ``u`` is below
+    rate i, at any temperature, and the token after the accepted ones is always the target's own
+    draw: speed at a known acceptance, and **not** the target's distribution.
 
     Args:
         target_logits: ``[B, k + 1, V]`` fp32, bf16 or fp16.
@@ -46,6 +51,8 @@ def rejection_sample(
         first_positions: ``[B]`` int32 absolute position of the first token to emit.
         sample_index: ``[B]`` int32.
         thresholds: ``[B, k + 1]`` fp32, or None.
+        synthetic_rates: ``[>= k]`` fp32, the rate at which draft i is accepted once those before it
+            were; or None for the ``standard`` rule.
 
     Returns:
         ``(tokens, num_sampled, ok)``: ``[B, k + 1]`` int32 padded with -1, ``[B]`` int32 accepted
@@ -81,6 +88,8 @@ def rejection_sample(
         q = _draft_probs(draft_logits[slots, :k].to(torch.float32), safe_temperature)  # [B, k, Vd]
         q_x = _gather_draft(q, x[..., None], draft_ids)[..., 0]
     accept = torch.where(greedy[:, None], x == argmax[:, :k], u * q_x < p_x)
+    if synthetic_rates is not None:
+        accept = (p_x >= 0) & (u * q_x >= 0) & (u < synthetic_rates[:k])
     accept &= in_vocab & good[:, :k] & (steps[:k] < num_drafts[:, None])
     tau = accept.to(torch.int64).cumprod(-1).sum(-1)  # [B]
     rejected = tau < num_drafts
@@ -96,7 +105,7 @@ def rejection_sample(
     )
     target_scores = torch.where(kept, scores + noise, float("-inf"))
     token = target_scores.argmax(-1)
-    if k > 0:
+    if k > 0 and synthetic_rates is None:
         at = tau.clamp(max=k - 1)
         if q is not None:
             p = weights[rows, tau] / total[rows, tau][:, None]
