@@ -18,7 +18,10 @@ import click
 
 from specgen import __version__
 from specgen.commands.doctor import doctor
+from specgen.commands.merge import merge
 from specgen.commands.run import run
+from specgen.commands.stats import stats
+from specgen.commands.validate import validate
 from specgen.errors import ExitCode, OutputError, SpecgenError
 from specgen.interrupts import StopRun
 
@@ -129,6 +132,9 @@ def cli() -> None:
 
 
 cli.add_command(run)
+cli.add_command(validate)
+cli.add_command(stats)
+cli.add_command(merge)
 cli.add_command(doctor)
 
 

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TextIO, cast
 
+from specgen.acceptance_view import acceptance_table, figure, new_table, percent
 from specgen.stats import RunStats
 
 if TYPE_CHECKING:
@@ -115,14 +116,6 @@ def _duration(seconds: float) -> str:
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def _figure(value: float | None, digits: int = 2) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.1f} %"
 
 
 def _eta(stats: RunStats, total: int | None, seconds: float) -> float | None:
@@ -350,7 +343,7 @@ class RichDisplay(TextDisplay):
             completed=stats.rows_done,
             failed=f" ({stats.rows_failed:,} failed)" if stats.rows_failed else "",
             speed=f"{stats.completion_tokens / max(stats.elapsed(), 1e-9):,.0f}",
-            length=_figure(stats.speculation.mean_acceptance_length),
+            length=figure(stats.speculation.mean_acceptance_length),
         )
 
     def close(self) -> None:
@@ -361,19 +354,14 @@ class RichDisplay(TextDisplay):
 
 def summary_tables(stats: RunStats, seconds: float, console: Console) -> list[Table]:
     """The closing tables: the run, and each draft position."""
-    from rich import box
-    from rich.table import Table
-
-    fancy = console.is_terminal and not console.options.ascii_only
-    frame = box.ROUNDED if fancy else box.ASCII
-    total = Table(
-        title="Summary", box=frame, show_header=False, title_justify="left", title_style="bold"
-    )
+    total = new_table("Summary", console, show_header=False)
     total.add_column()
     total.add_column(justify="right")
     spec = stats.speculation
     total.add_row("rows ok", f"{stats.rows_ok:,}")
     total.add_row("rows failed", f"{stats.rows_failed:,}")
+    if stats.rows_kept:
+        total.add_row("rows of earlier runs", f"{stats.rows_kept:,}")
     total.add_row("prompt tokens", f"{stats.prompt_tokens:,}")
     total.add_row("completion tokens", f"{stats.completion_tokens:,}")
     total.add_row("time", f"{seconds:,.1f} s")
@@ -384,26 +372,9 @@ def summary_tables(stats: RunStats, seconds: float, console: Console) -> list[Ta
     total.add_row("spec steps", f"{spec.num_spec_steps:,}")
     total.add_row("drafted tokens", f"{spec.num_draft_tokens:,}")
     total.add_row("accepted tokens", f"{spec.num_accepted_draft_tokens:,}")
-    total.add_row("acceptance rate", _percent(spec.draft_acceptance_rate))
-    total.add_row("mean acceptance length", _figure(spec.mean_acceptance_length))
+    total.add_row("acceptance rate", percent(spec.draft_acceptance_rate))
+    total.add_row("mean acceptance length", figure(spec.mean_acceptance_length))
     per_request = stats.summary(seconds)["speculative_decoding"]["per_request"]
-    total.add_row("  mean over rows", _figure(per_request["mean_acceptance_length"]))
+    total.add_row("  mean over rows", figure(per_request["mean_acceptance_length"]))
 
-    table = Table(title="Acceptance", box=frame, title_justify="left", title_style="bold")
-    table.add_column("position", justify="right")
-    table.add_column("accepted", justify="right")
-    table.add_column("accepted drafts", justify="right")
-    table.add_column("steps", justify="right")
-    table.add_column("share of steps", min_width=_BAR)
-    mark = "█" if fancy else "#"
-    rates: list[float | None] = [None, *spec.acceptance_per_position]
-    for count, steps in enumerate(spec.acceptance_histogram):
-        share = steps / spec.num_spec_steps
-        table.add_row(
-            str(count) if count else "",
-            _percent(rates[count]) if count else "",
-            str(count),
-            f"{steps:,}",
-            f"{mark * round(share * (_BAR - 8))} {100 * share:.1f} %",
-        )
-    return [total, table]
+    return [total, acceptance_table(spec, console)]

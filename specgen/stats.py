@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -128,6 +128,26 @@ class SpeculationStats:
             total.add(part)
         return total
 
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> SpeculationStats:
+        """The accounts that :meth:`to_dict` wrote, but for whether the last step was cut.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is no such object.
+        """
+        stats = cls(_count(values["num_speculative_tokens"]))
+        stats.num_plain_tokens = _count(values["num_plain_tokens"])
+        for name, length in (
+            ("acceptance_histogram", stats.num_speculative_tokens + 1),
+            ("drafted_per_position", stats.num_speculative_tokens),
+            ("accepted_per_position", stats.num_speculative_tokens),
+        ):
+            counts = [_count(value) for value in values[name]]
+            if len(counts) != length:
+                raise ValueError(f"{name} has {len(counts)} entries, not {length}")
+            setattr(stats, name, counts)
+        return stats
+
     def check(self, completion_tokens: int) -> None:
         """Assert that the accounts explain every token of the completion.
 
@@ -166,6 +186,12 @@ class SpeculationStats:
             "draft_acceptance_rate": self.draft_acceptance_rate,
             "mean_acceptance_length": self.mean_acceptance_length,
         }
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is no count")
+    return value
 
 
 class _Mean:
@@ -229,20 +255,37 @@ class RunStats:
     def add(self, output: RequestOutput) -> None:
         """Count one finished row."""
         if output.error is not None:
-            self.rows_failed += 1
-            self.error_codes[output.error.code] += 1
+            self.add_failed(output.error.code)
             return
+        self.add_row(
+            len(output.prompt_token_ids),
+            sum(len(choice.token_ids) for choice in output.choices),
+            [choice.finish_reason for choice in output.choices],
+            output.stats,
+        )
+
+    def add_failed(self, code: str) -> None:
+        """Count one failed row."""
+        self.rows_failed += 1
+        self.error_codes[code] += 1
+
+    def add_row(
+        self,
+        prompt_tokens: int,
+        completion_tokens: int,
+        finish_reasons: Sequence[str],
+        spec: SpeculationStats,
+    ) -> None:
+        """Count one row that is ok; `finish_reasons` has one for each choice."""
         self.rows_ok += 1
-        self.prompt_tokens += len(output.prompt_token_ids)
-        row = output.stats
-        tokens = sum(len(choice.token_ids) for choice in output.choices)
-        self.completion_tokens += tokens
-        self.num_choices += len(output.choices)
-        self.finish_reasons.update(choice.finish_reason for choice in output.choices)
-        self.speculation.add(row)
-        self._rate.add(row.draft_acceptance_rate)
-        self._length.add(row.mean_acceptance_length)
-        self._tokens.add(float(tokens))
+        self.prompt_tokens += prompt_tokens
+        self.completion_tokens += completion_tokens
+        self.num_choices += len(finish_reasons)
+        self.finish_reasons.update(finish_reasons)
+        self.speculation.add(spec)
+        self._rate.add(spec.draft_acceptance_rate)
+        self._length.add(spec.mean_acceptance_length)
+        self._tokens.add(float(completion_tokens))
 
     @property
     def draft_warning(self) -> str | None:

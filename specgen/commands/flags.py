@@ -20,7 +20,7 @@ from specgen.config import (
 )
 from specgen.request_io.shard import WHOLE, Shard
 
-__all__ = ["DATA", "DRAFT", "JOB", "MODEL", "SAMPLING", "with_options"]
+__all__ = ["DATA", "DRAFT", "JOB", "MODEL", "SAMPLING", "TOKENIZER", "with_options"]
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -68,12 +68,16 @@ def _option(*names: str, **settings: Any) -> Callable[[_Command], _Command]:
     return click.option(*names, **settings)
 
 
-MODEL = [
+TOKENIZER = [
     _option("--model", metavar="DIR|ID", help="Target model; without it the built-in pair."),
     _option("--tokenizer", metavar="DIR|ID", help="Tokenizer, if not the model's own."),
     _option("--revision", metavar="REV", help="Revision of a model from the hub."),
-    _option("--dtype", type=click.Choice(DTYPES), default="auto", show_default=True),
     _option("--max-model-len", type=int, metavar="N", help="Longest prompt plus completion."),
+    _option("--trust-remote-code", is_flag=True, help="Run code that comes with a tokenizer."),
+    _option("--chat-template", metavar="FILE|TEXT", help="Chat template, if not the model's own."),
+]
+MODEL = [
+    _option("--dtype", type=click.Choice(DTYPES), default="auto", show_default=True),
     _option("--max-num-seqs", type=int, metavar="N", help="Completions that run at a time."),
     _option("--max-num-batched-tokens", type=int, metavar="N", help="Prompt tokens of a step."),
     _option("--gpu-memory-utilization", type=float, default=0.9, show_default=True),
@@ -85,7 +89,6 @@ MODEL = [
         show_default=True,
         help="dummy: random weights in the shape of config.json.",
     ),
-    _option("--trust-remote-code", is_flag=True, help="Run code that comes with a tokenizer."),
     _option(
         "--generation-config",
         type=click.Choice(GENERATION_CONFIGS),
@@ -93,7 +96,6 @@ MODEL = [
         show_default=True,
         help="auto: sampling defaults of the model's generation_config.json.",
     ),
-    _option("--chat-template", metavar="FILE|TEXT", help="Chat template, if not the model's own."),
 ]
 DRAFT = [
     _option(

@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from specgen.commands.flags import DATA, DRAFT, JOB, MODEL, SAMPLING, with_options
+from specgen.commands.flags import (
+    DATA,
+    DRAFT,
+    JOB,
+    MODEL,
+    SAMPLING,
+    TOKENIZER,
+    with_options,
+)
 from specgen.commands.run_options import RunOptions, sampling_of
 from specgen.errors import ExitCode, OutputError, SpecgenError, UsageError
 from specgen.interrupts import Interrupts, StopRun
@@ -34,7 +42,7 @@ __all__ = ["run"]
 
 @click.command()
 @click.argument("inputs", nargs=-1, required=True, metavar="INPUT...")
-@with_options(MODEL, DRAFT, SAMPLING, DATA, JOB)
+@with_options(TOKENIZER, MODEL, DRAFT, SAMPLING, DATA, JOB)
 def run(inputs: tuple[str, ...], **flags: Any) -> int:
     """Generate a completion for each prompt line of INPUT (JSONL, gzip, zstd; - is stdin).
 

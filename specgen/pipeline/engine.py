@@ -14,6 +14,7 @@ from specgen.pipeline.detokenizer import StopStringWatcher, detokenize
 from specgen.pipeline.input_batch import build_prefill_batch
 from specgen.pipeline.loading import build_pipeline
 from specgen.pipeline.model_runner import RowRecord, read_records
+from specgen.pipeline.prompt_checks import check_token_ids, fit_prompt
 from specgen.pipeline.request import (
     ChoiceOutput,
     PromptRow,
@@ -242,15 +243,13 @@ class Engine:
 
     def _requests(self, row: PromptRow) -> list[Request]:
         config, sampling = self.config, row.sampling
-        token_ids = self._fit(row, self._tokenizer.encode(row))
-        highest = max(token_ids)
-        if highest >= config.vocab_size or min(token_ids) < 0:
-            bad = highest if highest >= config.vocab_size else min(token_ids)
-            raise RequestError(
-                "token_id_out_of_range",
-                f'"prompt" holds token id {bad}, the model has ids 0 to {config.vocab_size - 1}',
-                row.line,
-            )
+        token_ids = fit_prompt(
+            row,
+            self._tokenizer.encode(row),
+            max_model_len=config.max_model_len,
+            overlong=config.overlong,
+        )
+        check_token_ids(row, token_ids, vocab_size=config.vocab_size)
         k = config.num_speculative_tokens
         if sampling.num_speculative_tokens is not None:
             if sampling.num_speculative_tokens > k > 0:
@@ -292,20 +291,6 @@ class Engine:
             for index in range(1, sampling.n)
         ]
         return [first, *others]
-
-    def _fit(self, row: PromptRow, token_ids: tuple[int, ...]) -> tuple[int, ...]:
-        """A prompt with room for at least one token after it, cut at the left if that was asked."""
-        limit = self.config.max_model_len - 1
-        if len(token_ids) <= limit:
-            return token_ids
-        if self.config.overlong == "truncate-left":
-            # Leave the room that the row asks for, and one prompt token in any case.
-            return token_ids[-max(1, self.config.max_model_len - (row.sampling.max_tokens or 1)) :]
-        raise RequestError(
-            "prompt_too_long",
-            f'"prompt" has {len(token_ids)} tokens, the model takes {limit} and one to generate',
-            row.line,
-        )
 
 
 def _choice(request: Request) -> ChoiceOutput:

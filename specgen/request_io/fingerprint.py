@@ -26,13 +26,15 @@ _PROBES = 64
 _PROBE_BYTES = 4096
 
 
-def differences(old: Fingerprint, new: Fingerprint) -> list[str]:
+def differences(
+    old: Fingerprint, new: Fingerprint, names: tuple[str, str] = ("then", "now")
+) -> list[str]:
     """One line for each setting that differs, such as `temperature: 0.7 then, 0.8 now`."""
     lines = []
     for name in dict.fromkeys((*old, *new)):
         then, now = old.get(name), new.get(name)
         if _digest(then) != _digest(now):
-            lines.append(f"{name}: {_show(then)} then, {_show(now)} now")
+            lines.append(f"{name}: {_show(then)} {names[0]}, {_show(now)} {names[1]}")
     return lines
 
 

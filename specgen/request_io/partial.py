@@ -73,6 +73,10 @@ class RowIndex:
         position = self.shard.position(index)
         return self._entries[position] >> 1 if position < len(self._entries) else -1
 
+    def failed(self, index: int) -> bool:
+        """Whether the row's line is that of a failed row."""
+        return self.offset(index) >= 0 and bool(self._entries[self.shard.position(index)] & 1)
+
     def drop(self, index: int) -> None:
         """Forget the row's line."""
         self._entries[self.shard.position(index)] = -1

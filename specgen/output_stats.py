@@ -1,0 +1,188 @@
+"""What finished outputs say about speculation: read line by line, in constant memory."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from specgen.errors import InputError
+from specgen.request_io.source import RawLine
+from specgen.request_io.strict_json import RefusedError, parse_object
+from specgen.stats import RunStats, SpeculationStats
+
+__all__ = ["Distribution", "LengthBin", "OutputStats", "WorstRow"]
+
+_QUANTILES = {
+    "min": 0.0,
+    "p10": 0.1,
+    "p25": 0.25,
+    "median": 0.5,
+    "p75": 0.75,
+    "p90": 0.9,
+    "max": 1.0,
+}
+
+
+class Distribution:
+    """Quantiles of many values, kept to thousandths so that memory does not grow with them."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[int] = Counter()
+        self.count = 0
+
+    def add(self, value: float | None) -> None:
+        """Count a value; None is none."""
+        if value is not None:
+            self._counts[round(value * 1000)] += 1
+            self.count += 1
+
+    def quantiles(self) -> dict[str, float | None]:
+        """The smallest values that so much of all does not exceed; None without any."""
+        found: dict[str, float | None] = dict.fromkeys(_QUANTILES)
+        seen, ordered = 0, sorted(self._counts)
+        wanted = {name: max(math.ceil(share * self.count), 1) for name, share in _QUANTILES.items()}
+        for value in ordered:
+            seen += self._counts[value]
+            for name, rank in wanted.items():
+                if found[name] is None and seen >= rank:
+                    found[name] = value / 1000
+        return found
+
+
+@dataclass(slots=True)
+class LengthBin:
+    """Rows of about the same completion length: `low` to `2 * low - 1` tokens."""
+
+    low: int
+    num_requests: int = 0
+    num_spec_steps: int = 0
+    num_accepted: int = 0
+    num_drafted: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Counts and rates, null without a divisor."""
+        steps, drafted = self.num_spec_steps, self.num_drafted
+        return {
+            "completion_tokens": [self.low, 2 * self.low - 1],
+            "num_requests": self.num_requests,
+            "num_spec_steps": steps,
+            "draft_acceptance_rate": self.num_accepted / drafted if drafted else None,
+            "mean_acceptance_length": 1 + self.num_accepted / steps if steps else None,
+        }
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class WorstRow:
+    """A row of low acceptance, ordered so that the best of them comes first."""
+
+    minus_length: float
+    index: int
+    source: str
+    line: int
+    completion_tokens: int
+    name: str | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields."""
+        return {
+            "index": self.index,
+            "custom_id": self.name,
+            "source": self.source,
+            "line": self.line,
+            "mean_acceptance_length": -self.minus_length,
+            "completion_tokens": self.completion_tokens,
+        }
+
+
+class OutputStats:
+    """Accounts over the lines of outputs, flat and openai.
+
+    Args:
+        num_worst: how many rows of the lowest acceptance length to name.
+    """
+
+    def __init__(self, num_worst: int = 0) -> None:
+        self.run = RunStats()
+        self.acceptance_length = Distribution()
+        self.acceptance_rate = Distribution()
+        self._bins: dict[int, LengthBin] = {}
+        self._worst: list[WorstRow] = []
+        self._num_worst = num_worst
+
+    def read(self, lines: Iterable[RawLine]) -> None:
+        """Count all lines.
+
+        Raises:
+            InputError: one of them is no output line.
+        """
+        for raw in lines:
+            try:
+                self._add(parse_object(raw.data), raw)
+            except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+                raise _no_output(raw, f"{type(error).__name__}: {error}") from error
+            except RefusedError as error:
+                raise _no_output(raw, str(error)) from error
+
+    def _add(self, record: Mapping[str, Any], raw: RawLine) -> None:
+        if record["status"] == "error":
+            self.run.add_failed(record["error"]["code"])
+            return
+        body = record["response"]["body"] if "response" in record else record
+        usage = body["usage"]
+        prompt_tokens, tokens = int(usage["prompt_tokens"]), int(usage["completion_tokens"])
+        spec = SpeculationStats.from_dict(body["metrics"]["speculative_decoding"])
+        reasons = [str(choice["finish_reason"]) for choice in body["choices"]]
+        self.run.add_row(prompt_tokens, tokens, reasons, spec)
+        length = spec.mean_acceptance_length
+        self.acceptance_length.add(length)
+        self.acceptance_rate.add(spec.draft_acceptance_rate)
+        low = 1 << max(tokens // max(len(reasons), 1), 1).bit_length() - 1
+        share = self._bins.setdefault(low, LengthBin(low))
+        share.num_requests += 1
+        share.num_spec_steps += spec.num_spec_steps
+        share.num_accepted += spec.num_accepted_draft_tokens
+        share.num_drafted += spec.num_draft_tokens
+        if length is not None and self._num_worst:
+            name = record.get("custom_id")
+            row = WorstRow(
+                -length, record["index"], raw.source, raw.line, tokens, name and str(name)
+            )
+            if len(self._worst) < self._num_worst:
+                heapq.heappush(self._worst, row)
+            else:
+                heapq.heappushpop(self._worst, row)
+
+    @property
+    def length_bins(self) -> Sequence[LengthBin]:
+        """Rows by completion length (mean over a row's choices), shortest first."""
+        return [self._bins[low] for low in sorted(self._bins)]
+
+    @property
+    def worst(self) -> Sequence[WorstRow]:
+        """Rows of the lowest acceptance length, lowest first."""
+        return sorted(self._worst, key=lambda row: (-row.minus_length, row.index))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as one JSON object; without times, which an output does not hold."""
+        out = self.run.summary(0.0)
+        del out["elapsed_s"], out["completion_tokens_per_s"], out["rows"]["kept"]
+        spec = out["speculative_decoding"]
+        spec["per_request"]["quantiles"] = {
+            "mean_acceptance_length": self.acceptance_length.quantiles(),
+            "draft_acceptance_rate": self.acceptance_rate.quantiles(),
+        }
+        spec["by_completion_length"] = [share.to_dict() for share in self.length_bins]
+        if self._num_worst:
+            spec["lowest"] = [row.to_dict() for row in self.worst]
+        return out
+
+
+def _no_output(raw: RawLine, reason: str) -> InputError:
+    return InputError(
+        f"{raw.source}:{raw.line}: is no line of an output ({reason})",
+        "give files that specgen run wrote",
+    )

@@ -1,0 +1,45 @@
+"""What a prompt's tokens must satisfy before they may run; needs no model."""
+
+from __future__ import annotations
+
+from specgen.errors import RequestError
+from specgen.pipeline.request import PromptRow
+
+__all__ = ["check_token_ids", "fit_prompt"]
+
+
+def fit_prompt(
+    row: PromptRow, token_ids: tuple[int, ...], *, max_model_len: int, overlong: str
+) -> tuple[int, ...]:
+    """A prompt with room for at least one token after it, cut at the left if that was asked.
+
+    Raises:
+        RequestError: it is too long, and `overlong` is ``"error"``.
+    """
+    limit = max_model_len - 1
+    if len(token_ids) <= limit:
+        return token_ids
+    if overlong == "truncate-left":
+        # Leave the room that the row asks for, and one prompt token in any case.
+        return token_ids[-max(1, max_model_len - (row.sampling.max_tokens or 1)) :]
+    raise RequestError(
+        "prompt_too_long",
+        f'"prompt" has {len(token_ids)} tokens, the model takes {limit} and one to generate',
+        row.line,
+    )
+
+
+def check_token_ids(row: PromptRow, token_ids: tuple[int, ...], *, vocab_size: int) -> None:
+    """Refuse ids that the model has no embedding for.
+
+    Raises:
+        RequestError: naming one of them.
+    """
+    highest, lowest = max(token_ids), min(token_ids)
+    if highest >= vocab_size or lowest < 0:
+        bad = highest if highest >= vocab_size else lowest
+        raise RequestError(
+            "token_id_out_of_range",
+            f'"prompt" holds token id {bad}, the model has ids 0 to {vocab_size - 1}',
+            row.line,
+        )

@@ -1,0 +1,167 @@
+"""Shards to one output: the file that a single run would have written."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specgen.errors import InputError, OutputError, UsageError
+from specgen.request_io.file_writer import beside, write_file
+from specgen.request_io.fingerprint import differences
+from specgen.request_io.lines import write_failed
+from specgen.request_io.partial import LineReader, RowIndex, scan
+from specgen.request_io.shard import Shard
+
+__all__ = ["Merged", "merge_shards"]
+
+_COPY_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """What came together."""
+
+    num_rows: int
+    num_failed: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One shard's output and what its metadata say."""
+
+    path: str
+    shard: Shard
+    meta: Mapping[str, Any]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All that must be the same in every shard."""
+        fingerprint = {k: v for k, v in self.meta["fingerprint"].items() if k != "shard"}
+        return {
+            **fingerprint,
+            "input_hash": self.meta["input_hash"],
+            "num_rows": self.meta["num_rows"],
+        }
+
+
+def merge_shards(paths: Sequence[str], output: str, *, overwrite: bool = False) -> Merged:
+    """Write the rows of all shards to `output`, in input order.
+
+    Raises:
+        InputError: a shard is missing, given twice, unfinished or of another run, or lacks
+            a row.
+        UsageError: `output` exists, or is a shard.
+        OutputError: `output` cannot be written.
+    """
+    target = Path(os.path.realpath(output))
+    parts = [_read_part(path) for path in paths]
+    if any(Path(os.path.realpath(part.path)) == target for part in parts):
+        raise UsageError(f"{output}: is one of the shards", "choose another -o")
+    if target.exists() and not overwrite:
+        raise UsageError(f"{output}: exists", "choose another -o, or give --overwrite")
+    parts = _check_parts(parts)
+    with contextlib.ExitStack() as stack:
+        readers, indices = [], []
+        for part in parts:
+            file = stack.enter_context(open(part.path, "rb"))
+            rows = RowIndex(part.shard)
+            scan(file.fileno(), rows)
+            missing = next(rows.missing(part.shard.num_rows(part.meta["num_rows"])), None)
+            if missing is not None:
+                raise InputError(f"{part.path}: has no row {missing}", "run the shard again")
+            readers.append(LineReader(file.fileno()))
+            indices.append(rows)
+        try:
+            return _write(target, parts, readers, indices)
+        except OSError as error:
+            raise write_failed(output, "cannot be written", error) from error
+
+
+def _read_part(path: str) -> _Part:
+    target = Path(os.path.realpath(path))
+    if not target.exists():
+        if beside(target, ".partial").exists():
+            raise InputError(f"{path}: is not finished", "give the command of its run again")
+        raise InputError(f"{path}: cannot be read: No such file or directory")
+    meta_path = beside(target, ".meta.json")
+    try:
+        meta = json.loads(meta_path.read_bytes())
+        shard = Shard(meta["shard"]["number"], meta["shard"]["count"])
+        part = _Part(path, shard, meta)
+        _ = part.settings  # all keys are there
+        return part
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(
+            f"{path}: {meta_path.name} is missing or damaged, so it may be any shard of any run",
+            "keep it beside the output it belongs to",
+        ) from error
+
+
+def _check_parts(parts: Sequence[_Part]) -> list[_Part]:
+    """The parts by their number, if they are all shards of one run."""
+    first = parts[0]
+    by_number: dict[int, _Part] = {}
+    for part in parts:
+        if part.shard.count != first.shard.count:
+            raise InputError(
+                f"{part.path} is shard {part.shard}, {first.path} is shard {first.shard}"
+            )
+        changed = differences(first.settings, part.settings, ("there", "here"))
+        if changed:
+            raise InputError(
+                f"{part.path}: was made with other settings or input than {first.path}:\n  "
+                + "\n  ".join(changed)
+            )
+        other = by_number.setdefault(part.shard.number, part)
+        if other is not part:
+            raise InputError(f"{other.path} and {part.path} are both shard {part.shard}")
+    numbers = range(1, first.shard.count + 1)
+    missing = [str(Shard(n, first.shard.count)) for n in numbers if n not in by_number]
+    if missing:
+        raise InputError(f"not all shards are given: {', '.join(missing)} missing")
+    return [by_number[number] for number in numbers]
+
+
+def _write(
+    target: Path,
+    parts: Sequence[_Part],
+    readers: Sequence[LineReader],
+    indices: Sequence[RowIndex],
+) -> Merged:
+    needed = sum(os.path.getsize(part.path) for part in parts)
+    free = shutil.disk_usage(target.parent).free
+    if free < needed:
+        raise OutputError(
+            f"{target}: needs {needed:,} bytes of disk, {free:,} are free", "free some space"
+        )
+    num_rows: int = parts[0].meta["num_rows"]
+    scratch, num_failed = beside(target, ".merging"), 0
+    try:
+        with open(scratch, "wb", buffering=_COPY_BYTES) as out:
+            for index in range(num_rows):
+                number = index % len(parts)
+                line = readers[number].line(indices[number].offset(index))
+                num_failed += indices[number].failed(index)
+                out.write(line)
+            out.flush()
+            os.fsync(out.fileno())
+        meta = {
+            **{k: v for k, v in parts[0].meta.items() if k not in ("summary", "started")},
+            "merged_from": [part.path for part in parts],
+            "shard": {"number": 1, "count": 1},
+            "fingerprint": {**parts[0].meta["fingerprint"], "shard": str(Shard())},
+        }
+        text = json.dumps(meta, indent=2, ensure_ascii=False) + "\n"
+        write_file(beside(target, ".meta.json"), text.encode())
+        os.rename(scratch, target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            scratch.unlink(missing_ok=True)
+        raise
+    return Merged(num_rows, num_failed)

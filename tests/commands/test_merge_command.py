@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from fake_engine import FakeEngine
+
+from specgen.cli import cli
+from specgen.commands import run as run_command
+from specgen.sampling_params import SamplingParams
+
+Invoke = Callable[..., Result]
+ROWS = 11
+
+
+def write_input(name: str, texts: list[str]) -> None:
+    Path(name).write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Invoke:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run_command, "_load", lambda _: (FakeEngine(), SamplingParams()))
+    monkeypatch.setattr(
+        run_command,
+        "_fingerprint",
+        lambda given: {"seed": given.config.seed, "shard": str(given.shard)},
+    )
+    write_input("in.jsonl", [f"row {i}" if i != 4 else "fail" for i in range(ROWS)])
+    return lambda *args: CliRunner().invoke(cli, ["run", *args, "--quiet"])
+
+
+def merge(*args: str) -> Result:
+    return CliRunner().invoke(cli, ["merge", *args])
+
+
+@pytest.fixture
+def shards(run: Invoke) -> list[str]:
+    names = []
+    for number in (1, 2, 3):
+        order = "completion" if number == 2 else "input"
+        names.append(f"part{number}")
+        code = run("in.jsonl", "--shard", f"{number}/3", "-o", names[-1], "--order", order)
+        assert code.exit_code in (0, 3)
+    return names
+
+
+def test_the_merged_file_is_that_of_one_run(run: Invoke, shards: list[str]) -> None:
+    random.Random(2).shuffle(shards)
+    result = merge(*shards, "-o", "all")
+    assert result.exit_code == 0, result.stderr
+    assert result.stderr == "all: 11 rows, 1 of them failed\n"
+    run("in.jsonl", "-o", "one")
+    assert Path("all").read_bytes() == Path("one").read_bytes()
+    meta = json.loads(Path("all.meta.json").read_text())
+    assert (meta["num_rows"], meta["merged_from"]) == (ROWS, sorted(shards))
+    # The undivided command takes it for its own.
+    assert run("in.jsonl", "-o", "all", "--resume").exit_code == 0
+    assert not [name for name in os.listdir() if name.endswith((".merging", ".tmp"))]
+
+
+def test_it_replaces_only_when_told(shards: list[str]) -> None:
+    Path("all").write_text("old")
+    assert merge(*shards, "-o", "all").exit_code == 2
+    assert Path("all").read_text() == "old"
+    assert merge(*shards, "-o", "all", "--overwrite").exit_code == 0
+    assert "is one of the shards" in merge(*shards, "-o", shards[0], "--overwrite").stderr
+
+
+def check_refused(message: str, *paths: str) -> None:
+    result = merge(*paths, "-o", "all")
+    assert result.exit_code == 4, result.stderr
+    assert message in result.stderr
+    assert not Path("all").exists()
+    assert not Path("all.meta.json").exists()
+
+
+def test_what_is_missing_or_twice(shards: list[str]) -> None:
+    check_refused("not all shards are given: 2/3 missing", shards[0], shards[2])
+    check_refused("are both shard 1/3", *shards, shards[0])
+    check_refused("none: cannot be read", *shards, "none")
+
+
+def test_shards_of_other_runs(run: Invoke, shards: list[str]) -> None:
+    run("in.jsonl", "--shard", "1/2", "-o", "half")
+    check_refused("half is shard 1/2, part1 is shard 1/3", *shards, "half")
+    run("in.jsonl", "--shard", "2/3", "-o", "other", "--seed", "5")
+    check_refused("seed: 0 there, 5 here", shards[0], "other", shards[2])
+    write_input("longer.jsonl", [f"row {i}" for i in range(ROWS + 1)])
+    run("longer.jsonl", "--shard", "2/3", "-o", "longer")
+    check_refused("num_rows: 11 there, 12 here", shards[0], "longer", shards[2])
+
+
+def test_damaged_and_unfinished_shards(shards: list[str]) -> None:
+    lines = Path(shards[1]).read_bytes().splitlines(keepends=True)
+    Path(shards[1]).write_bytes(b"".join(lines[1:]))
+    index: Any = json.loads(lines[0])["index"]
+    check_refused(f"part2: has no row {index}", *shards)
+    Path(shards[1]).rename(f"{shards[1]}.partial")
+    check_refused("part2: is not finished", *shards)
+    Path(f"{shards[1]}.partial").rename(shards[1])
+    Path(f"{shards[1]}.meta.json").write_text("{}")
+    check_refused("part2.meta.json is missing or damaged", *shards)
+
+
+def test_an_output_that_cannot_be_written(shards: list[str]) -> None:
+    result = merge(*shards, "-o", "no/dir/all")
+    assert result.exit_code == 6
+    assert "no/dir/all: cannot be written" in result.stderr

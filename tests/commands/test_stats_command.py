@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from rich.cells import cell_len
+
+import specgen
+from specgen.cli import cli
+from specgen.output_stats import Distribution
+
+Show = Callable[..., Result]
+SPEC = {
+    "num_spec_steps": 5,
+    "num_draft_tokens": 15,
+    "num_accepted_draft_tokens": 8,
+    "num_speculative_tokens": 3,
+    "num_plain_tokens": 1,
+    "acceptance_histogram": [1, 1, 2, 1],
+    "drafted_per_position": [5, 5, 5],
+    "accepted_per_position": [4, 3, 1],
+    "draft_acceptance_rate": 8 / 15,
+    "mean_acceptance_length": 2.6,
+}
+NOTHING = {
+    "num_spec_steps": 0,
+    "num_draft_tokens": 0,
+    "num_accepted_draft_tokens": 0,
+    "num_speculative_tokens": 0,
+    "num_plain_tokens": 3,
+    "acceptance_histogram": [0],
+    "drafted_per_position": [],
+    "accepted_per_position": [],
+    "draft_acceptance_rate": None,
+    "mean_acceptance_length": None,
+}
+
+
+def row(index: int, spec: dict[str, object] = SPEC, tokens: int = 14) -> dict[str, object]:
+    return {
+        "index": index,
+        "input_hash": "0" * 16,
+        "status": "ok",
+        "custom_id": f"q{index}",
+        "choices": [{"index": 0, "text": "x", "finish_reason": "stop", "stop_reason": None}],
+        "usage": {"prompt_tokens": 4, "completion_tokens": tokens, "total_tokens": 4 + tokens},
+        "metrics": {"speculative_decoding": spec},
+        "error": None,
+    }
+
+
+def failed(index: int) -> dict[str, object]:
+    error = {"code": "empty_prompt", "message": "m", "line": 1}
+    return {"index": index, "input_hash": "0" * 16, "status": "error", "error": error}
+
+
+@pytest.fixture
+def show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Show:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    rows = [row(0), row(1, {**SPEC, "acceptance_histogram": [4, 1, 0, 0],
+                            "accepted_per_position": [1, 0, 0]}, 7), failed(2),
+            row(3, NOTHING, 3)]  # fmt: skip
+    Path("out").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return lambda *args: CliRunner().invoke(cli, ["stats", *args])
+
+
+def test_json(show: Show) -> None:
+    result = show("out", "--json", "--lowest", "1")
+    assert result.exit_code == 0
+    found = json.loads(result.stdout)
+    assert found["rows"] == {"done": 4, "ok": 3, "failed": 1, "errors": {"empty_prompt": 1}}
+    assert found["finish_reasons"] == {"stop": 3}
+    assert found["usage"]["completion_tokens"] == 24
+    spec = found["speculative_decoding"]
+    assert spec["acceptance_histogram"] == [5, 2, 2, 1]
+    assert spec["accepted_per_position"] == [5, 3, 1]
+    assert spec["mean_acceptance_length"] == 1 + 9 / 10
+    assert spec["acceptance_per_position"] == [0.5, 0.3, 0.1]
+    assert spec["per_request"]["num_requests"] == 2
+    quantiles = spec["per_request"]["quantiles"]["mean_acceptance_length"]
+    assert (quantiles["min"], quantiles["median"], quantiles["max"]) == (1.2, 1.2, 2.6)
+    bins = {tuple(b["completion_tokens"]): b for b in spec["by_completion_length"]}
+    assert bins[8, 15]["mean_acceptance_length"] == 2.6
+    assert bins[4, 7]["mean_acceptance_length"] == 1.2
+    assert bins[2, 3]["mean_acceptance_length"] is None
+    assert [(r["index"], r["line"]) for r in spec["lowest"]] == [(1, 2)]
+
+
+def test_all_forms_are_read(show: Show) -> None:
+    flat = row(0)
+    envelope = {
+        "index": 1, "input_hash": "0" * 16, "status": "ok", "id": "b", "custom_id": "a",
+        "response": {"status_code": 200, "body": {
+            "choices": flat["choices"], "usage": flat["usage"], "metrics": flat["metrics"]}},
+        "error": None,
+    }  # fmt: skip
+    Path("other.gz").write_bytes(gzip.compress((json.dumps(envelope) + "\n").encode()))
+    found = json.loads(show("out", "other.gz", "--json").stdout)
+    assert found["rows"]["done"] == 5
+    assert found["speculative_decoding"]["num_spec_steps"] == 15
+
+
+@pytest.mark.parametrize("width", [40, 60, 100, 200])
+def test_tables(show: Show, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    result = show("out", "--lowest", "2")
+    assert result.exit_code == 0
+    text = result.stdout
+    assert all(cell_len(line) <= width for line in text.splitlines())
+    for title in ("Acceptance by position", "Accepted drafts a step", "Rows by acceptance"):
+        assert title in text
+    assert "50.0 %" in text
+    assert "empty_prompt" in text
+    assert "\x1b" not in text
+    assert "#" in text
+
+
+def test_without_speculation(show: Show) -> None:
+    Path("plain").write_text(json.dumps(row(0, NOTHING, 3)) + "\n")
+    assert "none" in show("plain").stdout
+    Path("empty").write_text("")
+    assert show("empty").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "nonsense",
+        "[]",
+        '{"prompt": "an input, not an output"}',
+        json.dumps(row(0, {**SPEC, "num_plain_tokens": -1})),
+        json.dumps(row(0, {**SPEC, "acceptance_histogram": [1]})),
+        json.dumps({**row(0), "usage": None}),
+    ],
+)  # fmt: skip
+def test_what_is_no_output(show: Show, line: str) -> None:
+    Path("bad").write_text(json.dumps(row(0)) + "\n" + line + "\n")
+    result = show("bad")
+    assert result.exit_code == 4
+    assert "error: bad:2: is no line of an output" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_quantiles_are_values_that_occurred() -> None:
+    values = Distribution()
+    assert set(values.quantiles().values()) == {None}
+    for value in range(1, 101):
+        values.add(value / 10)
+    values.add(None)
+    assert values.quantiles() == {
+        "min": 0.1, "p10": 1.0, "p25": 2.5, "median": 5.0, "p75": 7.5, "p90": 9.0, "max": 10.0,
+    }  # fmt: skip
+
+
+def test_a_closed_pipe_is_quiet(show: Show) -> None:
+    root = str(Path(specgen.__file__).parents[1])
+    command = f"{sys.executable} -m specgen stats out | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(
+        ["bash", "-c", command], capture_output=True, env={**os.environ, "PYTHONPATH": root}
+    )
+    assert done.returncode in (0, 141)
+    assert done.stderr == b""
