@@ -18,6 +18,14 @@ TEXT = {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
 }
+# What a head takes from no target: those of other families name their sizes otherwise.
+PLAIN_HEAD: dict[str, Any] = {
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": None,
+}
 FEW = {
     "vocab_size": 5,
     "hidden_size": 16,

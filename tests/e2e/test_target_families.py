@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from e2e.engines import TEXT_VOCAB
+from e2e.engines import PLAIN_HEAD, TEXT, TEXT_VOCAB
 from e2e.harness import make_row, run_all, tokens_of
 from models.tiny import make_eagle1, make_eagle3, make_target
 
@@ -16,12 +16,6 @@ from specgen.pipeline.engine import Engine
 
 NUM_TOKENS = 16
 PROMPT_LENGTHS = (3, 8, 9, 10, 21, 40)  # below, at and past the windows
-SIZES: dict[str, Any] = {
-    "vocab_size": TEXT_VOCAB,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-}
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 WINDOW = {"sliding_window": 9}
 SWITCHED = {**WINDOW, "use_sliding_window": True}
@@ -51,13 +45,6 @@ TARGETS: dict[str, tuple[str, dict[str, Any], bool]] = {
     "gpt_neox": ("gpt_neox", {"rotary_pct": 0.5}, False),
     "olmo2": ("olmo2", {}, False),
     "phi3": ("phi3", WINDOW, True),
-}
-HEAD: dict[str, Any] = {
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "rms_norm_eps": 1e-5,
-    "rope_parameters": None,
 }
 
 
@@ -94,7 +81,7 @@ def test_greedy_tokens_equal_transformers(tmp_path: Path, name: str) -> None:
         family,
         with_tokenizer=True,
         bigram=agreeable,
-        **{**SIZES, **overrides},
+        **{**TEXT, **overrides},
     )
     expected = greedy(path)
     assert len({token for row in expected for token in row}) >= 4
@@ -104,8 +91,8 @@ def test_greedy_tokens_equal_transformers(tmp_path: Path, name: str) -> None:
     ]
     heads = {
         None: None,
-        "eagle1": make_eagle1(tmp_path / "eagle1", path, agreeable=agreeable, **HEAD),
-        "eagle3": make_eagle3(tmp_path / "eagle3", path, draft_vocab_size=60, **HEAD),
+        "eagle1": make_eagle1(tmp_path / "eagle1", path, agreeable=agreeable, **PLAIN_HEAD),
+        "eagle3": make_eagle3(tmp_path / "eagle3", path, draft_vocab_size=60, **PLAIN_HEAD),
     }
     for kind, head in heads.items():
         engine = Engine(

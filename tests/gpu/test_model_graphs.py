@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from models.paged import Paged
-from models.tiny import edit_config, make_eagle1, make_eagle3, make_llama
+from models.tiny import edit_config, make_eagle1, make_eagle3, make_llama, make_target
 
 from specgen.kernels import select_kernels
 from specgen.models.attention import AttentionMetadata
@@ -27,13 +27,28 @@ def _cuda(metadata: AttentionMetadata) -> AttentionMetadata:
     return AttentionMetadata(**fields)
 
 
-@pytest.mark.parametrize("make", [make_eagle1, make_eagle3])
+TARGETS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 6},
+    "qwen3_moe": {"norm_topk_prob": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "make"),
+    [
+        ("llama", make_eagle1),
+        ("llama", make_eagle3),
+        ("mistral", make_eagle3),
+        ("qwen3_moe", make_eagle3),
+    ],
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @torch.inference_mode()
 def test_a_captured_round_equals_an_eager_one(
-    make: Callable[..., Path], dtype: str, tmp_path: Path
+    family: str, make: Callable[..., Path], dtype: str, tmp_path: Path
 ) -> None:
-    path = make_llama(tmp_path / "target")
+    path = make_target(tmp_path / "target", family, **TARGETS[family])
     head = make(tmp_path / "head", path)
     kernels = select_kernels("cuda")
     options: dict[str, Any] = {"device": "cuda", "kernels": kernels, "dtype": dtype}

@@ -9,9 +9,14 @@ import pytest
 import torch
 
 from specgen.kernels import Kernels, select_kernels
+from specgen.models.config import ExpertsConfig
+from specgen.models.experts import RoutedMLP
+from specgen.models.qwen3_moe import QWEN3_MOE
 
 pytestmark = pytest.mark.gpu
 
+assert QWEN3_MOE.experts is not None
+RULES = QWEN3_MOE.experts
 BLOCK_SIZE = 16
 DEVICE = "cuda"
 # Error of a head's output vector relative to its length, against float32 on the same rounded
@@ -163,6 +168,96 @@ def test_prefill_attention(
     expected = reference_set.attention.prefill_attention(**widened(arguments))
     check_vectors(out, expected)
     assert not out[int(starts[-1]) :].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("window", "softcap", "scale"), [(1000, 0.0, 0.09), (0, 2.0, 1.0), (300, 2.0, 1.0)]
+)
+@pytest.mark.parametrize(("batch", "head_dim"), [(2, 128), (64, 64)])
+def test_attention_with_a_window_and_capped_scores(
+    triton_set: Kernels,
+    reference_set: Kernels,
+    batch: int,
+    head_dim: int,
+    window: int,
+    softcap: float,
+    scale: float,
+    dtype: torch.dtype,
+) -> None:
+    """Windows that leave most of a long context unread, in one split and in many."""
+    cache = make_cache(batch, 4096, 2, head_dim, dtype)
+    contexts = torch.randint(4, 4097, (batch,), device=DEVICE).int()
+    contexts[0] = 4096
+    options = {"scale": scale, "window": window, "softcap": softcap}
+    decode = {
+        "q": torch.randn(batch, 4, 8, head_dim, device=DEVICE).to(dtype),
+        **cache,
+        "first_positions": contexts - 4,
+        "context_lens": contexts,
+        "max_context_len": 4096,
+        **options,
+    }
+    out = triton_set.attention.decode_attention(**decode)
+    check_vectors(out, reference_set.attention.decode_attention(**widened(decode)))
+    query_lens = torch.tensor([700, 1])
+    firsts = torch.tensor([1500, 2000])
+    prefill = {
+        "q": torch.randn(701, 8, head_dim, device=DEVICE).to(dtype),
+        **{name: value[:2] if name == "slot_ids" else value for name, value in cache.items()},
+        "query_start_loc": i32([0, 700, 701]),
+        "first_positions": i32(firsts),
+        "context_lens": i32(firsts + query_lens),
+        "max_query_len": 700,
+        "max_context_len": 2200,
+        **options,
+    }
+    out = triton_set.attention.prefill_attention(**prefill)
+    check_vectors(out, reference_set.attention.prefill_attention(**widened(prefill)))
+
+
+def make_routed(
+    kernels: Kernels, dtype: torch.dtype, num_experts: int = 128, chosen: int = 8
+) -> RoutedMLP:
+    """The routed MLP of Qwen3-30B-A3B, or a part of it, with random weights."""
+    config = ExpertsConfig(
+        num_experts=num_experts,
+        num_chosen=chosen,
+        intermediate_size=768,
+        normed=True,
+        layers=frozenset(),
+        rules=RULES,
+    )
+    mlp = RoutedMLP(2048, config, kernels, device=DEVICE, dtype=dtype)
+    for weight in mlp.parameters():
+        weight.normal_(0.0, weight.shape[-1] ** -0.5)
+    return mlp
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("num_tokens", [1, 40, 1500])
+def test_routed_mlp(
+    triton_set: Kernels, reference_set: Kernels, num_tokens: int, dtype: torch.dtype
+) -> None:
+    mlp = make_routed(triton_set, dtype, num_experts=32, chosen=4)
+    twin = make_routed(reference_set, torch.float32, num_experts=32, chosen=4)
+    for ours, theirs in zip(mlp.parameters(), twin.parameters(), strict=True):
+        theirs.copy_(ours)
+    x = torch.randn(num_tokens, 2048, device=DEVICE).to(dtype)
+    # The same choice of experts: in bfloat16 a near tie may fall otherwise.
+    logits = torch.nn.functional.linear(x, mlp.router_weight)
+    top = logits.float().sort(dim=-1, descending=True).values
+    clear = top[:, 3] - top[:, 4] > 0.05
+    error = (mlp(x).float() - twin(x.float())).norm(dim=-1) / twin(x.float()).norm(dim=-1)
+    limit = 1e-5 if dtype == torch.float32 else 2e-2
+    assert (error[clear] < limit).all()
+    assert clear.float().mean() > 0.5 or num_tokens == 1
+
+
+def test_routed_mlp_in_a_graph(triton_set: Kernels) -> None:
+    mlp = make_routed(triton_set, torch.bfloat16)
+    x = torch.randn(64, 2048, device=DEVICE, dtype=torch.bfloat16)
+    check_capture(lambda: mlp(x), lambda: x.normal_())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from e2e.engines import EngineShop, make_checkpoints
+from e2e.engines import FEW, EngineShop, make_checkpoints
 from e2e.harness import make_row, run_all, tokens_of
+from models.tiny import make_eagle1, make_target
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specgen.pipeline.drafter import Drafter
@@ -179,6 +180,32 @@ def test_steps_of_the_torch_twins(shop: EngineShop, draft: str | None, sample: s
     with guarded(engine) as calls:
         assert tokens_of(run_all(engine, mixed_rows(12, 10), preempt_seed=0)) == expected
     assert min(calls.values()) > 3
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mistral"])
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_steps_of_experts_and_windows(tmp_path: Path, family: str, backend: str) -> None:
+    if backend == "triton" and torch.cuda.is_available():
+        pytest.skip("Triton's interpreter runs without a GPU")
+    options = {"sliding_window": 5} if family == "mistral" else {}
+    target = make_target(tmp_path / "t", family, with_tokenizer=True, **FEW, **options)
+    paths = {"t": target, "t-eagle1": make_eagle1(tmp_path / "e", target)}
+    engine = EngineShop(paths, device="cpu", dtype="float32")(
+        "t",
+        "eagle1",
+        kernel_backend=backend,
+        num_speculative_tokens=2,
+        max_num_seqs=2,
+        max_model_len=24,
+        max_num_batched_tokens=6,
+    )
+    rows = [
+        make_row(i, (4, 3, 4)[: 1 + i], temperature=0.0, max_tokens=9, ignore_eos=True)
+        for i in range(3)
+    ]
+    with guarded(engine) as calls:
+        assert min(map(len, tokens_of(run_all(engine, rows)))) == 9
+    assert min(calls.values()) > 1
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter runs without a GPU")
