@@ -82,6 +82,7 @@ class Request:
         max_len: Cap on prompt and output tokens together.
         num_speculative_tokens: The row's own k; 0 switches its draft off.
         stop_token_ids: All ids that end it, end-of-sequence included.
+        prefix_keys: Keys under which the blocks of the prompt are shared; none shares nothing.
         slot: Device row while admitted, else ``None``.
         num_computed_tokens: Tokens whose target cache entries exist, while prefilling.
     """
@@ -94,6 +95,7 @@ class Request:
     num_speculative_tokens: int
     stop_token_ids: tuple[int, ...]
     stats: SpeculationStats
+    prefix_keys: tuple[bytes, ...] = ()
     output_token_ids: list[int] = field(default_factory=list)
     slot: int | None = None
     block_ids: list[int] = field(default_factory=list)

@@ -72,6 +72,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.prefilling: list[Request] = []
         self.running: list[Request] = []  # in order of admission
+        self.num_prompt_tokens_shared = 0  # prompt tokens that needed no prefill
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
@@ -100,9 +101,9 @@ class Scheduler:
     def schedule(self) -> ScheduledStep | None:
         """Choose the next step; ``None`` when there is nothing to do."""
         if self.prefilling or self._should_admit():
-            admitted = self._admit()
-            if self.prefilling:
-                return self._schedule_prefill(admitted)
+            step = self._schedule_prefill()
+            if step.chunks:
+                return step
         if self.running:
             return self._schedule_decode()
         if self.waiting:
@@ -123,37 +124,46 @@ class Scheduler:
                 return True
         return False
 
-    def _admit(self) -> list[Request]:
-        """Give slots and all prefill blocks to waiting requests, in order, while they last."""
-        admitted = []
-        budget = self._max_num_batched_tokens
-        while self.waiting and self._free_slots and budget > 0:
-            request = self.waiting[0]
-            num_tokens = request.num_tokens + self._lookahead + 1
-            # Leave every decoding row a block to grow by: a row that is admitted only to be
-            # preempted a step later would be recomputed again and again.
-            num_spare = self.blocks.num_free - self.blocks.num_blocks_for(num_tokens)
-            if num_spare < len(self.running) or not self.blocks.grow(request.block_ids, num_tokens):
-                break
-            self.waiting.popleft()
-            request.slot = self._free_slots.pop()
-            request.num_computed_tokens = 0
-            self.prefilling.append(request)
-            admitted.append(request)
-            budget -= request.num_prefill_tokens
-        return admitted
-
-    def _schedule_prefill(self, admitted: list[Request]) -> ScheduledStep:
-        chunks = []
+    def _schedule_prefill(self) -> ScheduledStep:
+        """Chunks of the rows that prefill, then of waiting ones, up to the token budget."""
+        chunks: list[PrefillChunk] = []
+        admitted: list[Request] = []
         budget = self._max_num_batched_tokens
         for request in self.prefilling:
-            if budget == 0:
-                break
-            start = request.num_computed_tokens
-            num_tokens = min(budget, request.num_prefill_tokens - start)
-            chunks.append(PrefillChunk(request, start, num_tokens))
-            budget -= num_tokens
+            budget -= self._add_chunk(chunks, request, budget)
+        while budget > 0 and self.waiting and self._free_slots and self._admit(self.waiting[0]):
+            request = self.waiting.popleft()
+            admitted.append(request)
+            # Scheduled before the next row is admitted: that one may share what this one writes.
+            budget -= self._add_chunk(chunks, request, budget)
         return ScheduledStep(chunks=tuple(chunks), admitted=tuple(admitted), grown=tuple(admitted))
+
+    def _admit(self, request: Request) -> bool:
+        """Give a request a slot and all blocks of its prefill, if there are enough."""
+        num_tokens = request.num_tokens + self._lookahead + 1
+        shared = self.blocks.match(request.prefix_keys)
+        num_missing = self.blocks.num_blocks_for(num_tokens) - len(shared)
+        # Leave every decoding row a block to grow by: a row that is admitted only to be preempted a
+        # step later would be recomputed again and again.
+        if self.blocks.num_free - num_missing < len(self.running):
+            self.blocks.release(shared)
+            return False
+        request.num_computed_tokens = len(shared) * self.blocks.block_size
+        request.block_ids = shared
+        self.blocks.grow(request.block_ids, num_tokens)
+        request.slot = self._free_slots.pop()
+        self.prefilling.append(request)
+        self.num_prompt_tokens_shared += request.num_computed_tokens
+        return True
+
+    def _add_chunk(self, chunks: list[PrefillChunk], request: Request, budget: int) -> int:
+        """Schedule as much of a request's prefill as the budget allows; returns its tokens."""
+        start = request.num_computed_tokens
+        num_tokens = min(budget, request.num_prefill_tokens - start)
+        if num_tokens > 0:
+            chunks.append(PrefillChunk(request, start, num_tokens))
+            self.blocks.publish(request.block_ids, request.prefix_keys, start + num_tokens)
+        return num_tokens
 
     def _schedule_decode(self) -> ScheduledStep:
         """Decode every running row that has, or can get, the blocks its step may write."""
@@ -196,6 +206,8 @@ class Scheduler:
             slots.append(self._release(request))
             self.waiting.appendleft(request)
         self.prefilling.clear()
+        # Blocks are published when their step is scheduled; it may be the one that failed.
+        self.blocks.forget_prefixes()
         return slots
 
     def prefill_done(self, chunks: Iterable[PrefillChunk]) -> None:
