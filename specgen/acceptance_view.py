@@ -130,6 +130,8 @@ def output_tables(stats: OutputStats, console: Console) -> list[Any]:
         return [total]
     total.add_row("spec steps", f"{spec.num_spec_steps:,}")
     total.add_row("drafted tokens", f"{spec.num_draft_tokens:,}")
+    if not spec.faithful:
+        total.add_row("faithful to the target", "no: synthetic acceptance")
     total.add_row("accepted tokens", f"{spec.num_accepted_draft_tokens:,}")
     total.add_row("acceptance rate", percent(spec.draft_acceptance_rate))
     total.add_row("mean acceptance length", figure(spec.mean_acceptance_length))

@@ -11,15 +11,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 from specgen.errors import UsageError
+from specgen.synthetic import SyntheticAcceptance, check_synthetic_acceptance
 
 DraftSample = Literal["greedy", "gumbel"]
-RejectionSample = Literal["standard"]
+RejectionSample = Literal["standard", "synthetic"]
 Overlong = Literal["error", "truncate-left"]
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cuda", "cpu")
 DRAFT_SAMPLES = ("greedy", "gumbel")
-REJECTION_SAMPLES = ("standard",)
+REJECTION_SAMPLES = ("standard", "synthetic")
 LOAD_FORMATS = ("auto", "dummy")
 KERNEL_BACKENDS = ("auto", "triton", "reference")
 OVERLONG = ("error", "truncate-left")
@@ -41,11 +42,14 @@ class EngineConfig:
         max_num_seqs: Rows that decode at the same time.
         max_num_batched_tokens: Prompt tokens of one prefill step.
         num_speculative_tokens: k, the drafts a row proposes in a step.
+        synthetic_acceptance: What the rule ``synthetic`` accepts: a mean length from 1 to k + 1, or
+            k rates that do not increase. Its output does not follow the target.
         draft_aux_layers: Boundaries 0..layers of the target whose streams the draft reads, where
             its configuration is wrong.
         draft_rope_theta: Base of the draft's rope, likewise.
         draft_norm_output: Whether the draft's later passes take its normed state, likewise.
         draft_norm_before_residual: Whether the draft's residual is its normed state, likewise.
+        skip_tokenizer_init: Load no tokenizer; prompts must be token ids, and text stays empty.
         num_kv_blocks: Cache blocks; ``None`` sizes the cache from memory.
         block_size: Tokens in a cache block.
         seed: Run seed; rows without a seed of their own hash it with their index.
@@ -58,6 +62,7 @@ class EngineConfig:
     model: str | None = None
     draft_model: str | None = None
     tokenizer: str | None = None
+    skip_tokenizer_init: bool = False
     revision: str | None = None
     draft_revision: str | None = None
     dtype: str = "auto"
@@ -75,6 +80,7 @@ class EngineConfig:
     num_speculative_tokens: int | None = None
     draft_sample: DraftSample = "greedy"
     rejection_sample: RejectionSample = "standard"
+    synthetic_acceptance: SyntheticAcceptance | None = None
     draft_aux_layers: tuple[int, ...] | None = None
     draft_rope_theta: float | None = None
     draft_norm_output: bool | None = None
@@ -115,6 +121,15 @@ class EngineConfig:
             raise UsageError(
                 f"--num-speculative-tokens must be at most 32, got {self.num_speculative_tokens}"
             )
+        if (self.rejection_sample == "synthetic") != (self.synthetic_acceptance is not None):
+            raise UsageError(
+                "--rejection-sample synthetic and --synthetic-acceptance belong together",
+                "give both, or neither",
+            )
+        if self.synthetic_acceptance is not None:
+            check_synthetic_acceptance(self.synthetic_acceptance)
+        if self.skip_tokenizer_init and self.tokenizer is not None:
+            raise UsageError("--skip-tokenizer-init and --tokenizer contradict each other")
         layers = self.draft_aux_layers
         if layers is not None and (not layers or min(layers) < 0 or len(set(layers)) < len(layers)):
             raise UsageError(
@@ -145,11 +160,13 @@ class ResolvedConfig:
         dtype: torch dtype name of weights and caches.
         eos_token_ids: All ids that end a sequence, ascending.
         num_speculative_tokens: k; 0 without a draft.
+        synthetic_rates: The k unconditional rates of the rule ``synthetic``; ``None`` under others.
     """
 
     model_dir: str
     draft_dir: str | None
     tokenizer_dir: str
+    skip_tokenizer_init: bool
     device: str
     dtype: str
     load_format: str
@@ -165,6 +182,7 @@ class ResolvedConfig:
     num_speculative_tokens: int
     draft_sample: DraftSample
     rejection_sample: RejectionSample
+    synthetic_rates: tuple[float, ...] | None
     draft_aux_layers: tuple[int, ...] | None
     draft_rope_theta: float | None
     draft_norm_output: bool | None

@@ -358,6 +358,8 @@ def summary_tables(stats: RunStats, seconds: float, console: Console) -> list[Ta
     total.add_column()
     total.add_column(justify="right")
     spec = stats.speculation
+    if not spec.faithful:
+        total.add_row("faithful to the target", "no: synthetic acceptance")
     total.add_row("rows ok", f"{stats.rows_ok:,}")
     total.add_row("rows failed", f"{stats.rows_failed:,}")
     if stats.rows_kept:

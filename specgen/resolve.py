@@ -10,6 +10,7 @@ from specgen.config import EngineConfig, ResolvedConfig
 from specgen.errors import EnvironmentProblem, ModelError, UsageError
 from specgen.hub import is_hub_id, locate
 from specgen.models.registry import read_model_config
+from specgen.synthetic import synthetic_rates
 
 _PAIR = Path(__file__).parent / "models" / "default"
 BUILTIN_TARGET = _PAIR / "target"
@@ -47,10 +48,15 @@ def resolve(config: EngineConfig) -> ResolvedConfig:
         k = 0
     elif k is None:
         k = DEFAULT_NUM_SPECULATIVE_TOKENS
+    if config.synthetic_acceptance is not None and k == 0:
+        raise UsageError(
+            "--rejection-sample synthetic needs drafts to judge", "give a draft, or leave it out"
+        )
     return ResolvedConfig(
         model_dir=model_dir,
         draft_dir=draft_dir if k else None,
         tokenizer_dir=locate(config.tokenizer, config.revision) if config.tokenizer else model_dir,
+        skip_tokenizer_init=config.skip_tokenizer_init,
         device=device,
         dtype=_dtype(config.dtype, device, model.dtype),
         load_format=config.load_format,
@@ -66,6 +72,9 @@ def resolve(config: EngineConfig) -> ResolvedConfig:
         num_speculative_tokens=k,
         draft_sample=config.draft_sample,
         rejection_sample=config.rejection_sample,
+        synthetic_rates=None
+        if config.synthetic_acceptance is None
+        else synthetic_rates(config.synthetic_acceptance, k),
         draft_aux_layers=config.draft_aux_layers,
         draft_rope_theta=config.draft_rope_theta,
         draft_norm_output=config.draft_norm_output,

@@ -28,12 +28,14 @@ class SpeculationStats:
 
     Args:
         num_speculative_tokens: k, the most drafts a step may have; 0 for a run without a draft.
+        faithful: whether the tokens follow the target; not so under the rule `synthetic`.
     """
 
-    def __init__(self, num_speculative_tokens: int) -> None:
+    def __init__(self, num_speculative_tokens: int, *, faithful: bool = True) -> None:
         if num_speculative_tokens < 0:
             raise ValueError(f"num_speculative_tokens must be >= 0, got {num_speculative_tokens}")
         self.num_speculative_tokens = num_speculative_tokens
+        self.faithful = faithful
         self.num_plain_tokens = 0
         self.num_cut = 0
         self.acceptance_histogram = [0] * (num_speculative_tokens + 1)
@@ -110,6 +112,7 @@ class SpeculationStats:
             self.acceptance_histogram += [0] * grow
             self.drafted_per_position += [0] * grow
             self.accepted_per_position += [0] * grow
+        self.faithful &= other.faithful
         self.num_plain_tokens += other.num_plain_tokens
         self.num_cut += other.num_cut
         for mine, theirs in (
@@ -135,7 +138,8 @@ class SpeculationStats:
         Raises:
             KeyError, TypeError, ValueError: it is no such object.
         """
-        stats = cls(_count(values["num_speculative_tokens"]))
+        faithful = values.get("faithful", True) is not False
+        stats = cls(_count(values["num_speculative_tokens"]), faithful=faithful)
         stats.num_plain_tokens = _count(values["num_plain_tokens"])
         for name, length in (
             ("acceptance_histogram", stats.num_speculative_tokens + 1),
@@ -173,7 +177,10 @@ class SpeculationStats:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The `speculative_decoding` object of an output line; rates are null without a divisor."""
+        """The `speculative_decoding` object of an output line; rates are null without a divisor.
+
+        `faithful` stands there only where it is false.
+        """
         return {
             "num_spec_steps": self.num_spec_steps,
             "num_draft_tokens": self.num_draft_tokens,
@@ -185,6 +192,7 @@ class SpeculationStats:
             "accepted_per_position": list(self.accepted_per_position),
             "draft_acceptance_rate": self.draft_acceptance_rate,
             "mean_acceptance_length": self.mean_acceptance_length,
+            **({} if self.faithful else {"faithful": False}),
         }
 
 

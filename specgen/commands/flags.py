@@ -19,6 +19,7 @@ from specgen.config import (
     REJECTION_SAMPLES,
 )
 from specgen.request_io.shard import WHOLE, Shard
+from specgen.synthetic import SyntheticAcceptance, parse_synthetic_acceptance
 
 __all__ = ["DATA", "DRAFT", "JOB", "MODEL", "SAMPLING", "TOKENIZER", "with_options"]
 
@@ -46,6 +47,16 @@ def _token_ids(
     except ValueError:
         raise click.BadParameter("must be token ids, such as 1,2") from None
     return ids or None
+
+
+def _acceptance(
+    ctx: click.Context, param: click.Parameter, value: str | None
+) -> SyntheticAcceptance | None:
+    del ctx, param
+    try:
+        return None if value is None else parse_synthetic_acceptance(value)
+    except ValueError:
+        raise click.BadParameter("must be a length such as 2.5, or rates: 0.9,0.6,0.4") from None
 
 
 def _shard(ctx: click.Context, param: click.Parameter, value: str | None) -> Shard:
@@ -90,6 +101,11 @@ MODEL = [
         help="dummy: random weights in the shape of config.json.",
     ),
     _option(
+        "--skip-tokenizer-init",
+        is_flag=True,
+        help="Load no tokenizer: prompts are token ids, text stays empty.",
+    ),
+    _option(
         "--generation-config",
         type=click.Choice(GENERATION_CONFIGS),
         default="auto",
@@ -97,6 +113,12 @@ MODEL = [
         help="auto: sampling defaults of the model's generation_config.json.",
     ),
 ]
+SYNTHETIC_ACCEPTANCE = _option(
+    "--synthetic-acceptance",
+    callback=_acceptance,
+    metavar="L|R1,R2,...",
+    help="For the rule synthetic: mean length, or the rate of each draft.",
+)
 DRAFT = [
     _option(
         "--draft-model", metavar="DIR|ID", help="EAGLE draft; built in for the built-in model."
@@ -114,8 +136,9 @@ DRAFT = [
         type=click.Choice(REJECTION_SAMPLES),
         default="standard",
         show_default=True,
-        help="How drafts are judged.",
+        help="How drafts are judged; synthetic is not faithful to the target.",
     ),
+    SYNTHETIC_ACCEPTANCE,
     _option("--no-draft", is_flag=True, help="Generate without speculation."),
     *DRAFT_OVERRIDES,
 ]

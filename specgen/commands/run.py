@@ -172,6 +172,8 @@ def _drive(options: RunOptions, job: Job) -> None:
     engine, sampling = _load(options)
     settings = _settings(options, engine, sampling)
     job.display.start(settings, total)
+    if options.config.rejection_sample == "synthetic":
+        job.display.warn("--rejection-sample synthetic: the output does not follow the target")
     _warn_of_ignored(settings["generation_config_ignored"], job.display)
     read = replace(options.read, sampling=sampling)
     job.run(engine, read_rows(options.inputs, read, job.writer.keep))

@@ -21,6 +21,7 @@ _ENGINE_FLAGS = (
     "model", "tokenizer", "revision", "dtype", "max_model_len", "max_num_seqs",
     "max_num_batched_tokens", "gpu_memory_utilization", "device", "load_format",
     "trust_remote_code", "generation_config", "chat_template", "draft_model",
+    "skip_tokenizer_init", "synthetic_acceptance",
     "num_speculative_tokens", "draft_sample", "rejection_sample", "no_draft", "seed", "overlong",
     *DRAFT_OVERRIDE_FLAGS,
 )  # fmt: skip
@@ -153,6 +154,8 @@ def _check_draft_flags(flags: dict[str, Any]) -> None:
         raise UsageError(f"--num-speculative-tokens needs a draft: {reason}", hint)
     if flags["draft_sample"] != "greedy":
         raise UsageError(f"--draft-sample needs a draft: {reason}", hint)
+    if flags["rejection_sample"] == "synthetic":
+        raise UsageError(f"--rejection-sample synthetic needs a draft: {reason}", hint)
     for name in DRAFT_OVERRIDE_FLAGS:
         if flags[name] is not None:
             raise UsageError(f"--{name.replace('_', '-')} needs a draft: {reason}", hint)

@@ -271,7 +271,7 @@ class Engine:
             seed=row_seed(config.seed, row.index) if sampling.seed is None else sampling.seed,
             num_speculative_tokens=k,
             stop_token_ids=tuple(dict.fromkeys((*stop_ids, *sampling.stop_token_ids))),
-            stats=SpeculationStats(k),
+            stats=SpeculationStats(k, faithful=config.synthetic_rates is None),
         )
         if self._scheduler.max_blocks_of(first) > self._scheduler.blocks.num_blocks:
             raise RequestError(
@@ -284,7 +284,7 @@ class Engine:
             replace(
                 first,
                 sample_index=index,
-                stats=SpeculationStats(k),
+                stats=SpeculationStats(k, faithful=config.synthetic_rates is None),
                 output_token_ids=[],
                 block_ids=[],
             )

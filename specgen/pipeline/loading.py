@@ -24,7 +24,7 @@ from specgen.pipeline.model_runner import ModelRunner
 from specgen.pipeline.rejection_sampler import RejectionSampler
 from specgen.pipeline.request_state import RequestState
 from specgen.pipeline.scheduler import Scheduler
-from specgen.pipeline.tokenization import Tokenizer
+from specgen.pipeline.tokenization import NoTokenizer, Tokenizer
 
 _MIN_PREFILL_TOKENS = {"cpu": 256, "cuda": 1024}
 
@@ -34,7 +34,7 @@ class Pipeline:
     """Everything an engine drives, built for one resolved config."""
 
     config: ResolvedConfig
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | NoTokenizer
     target: TargetModel
     draft: DraftModel | None
     draft_config: DraftConfig | None
@@ -64,6 +64,7 @@ class Pipeline:
         """Effective settings, JSON-ready."""
         return {
             **asdict(self.config),
+            "faithful": self.config.synthetic_rates is None,
             "kernel_backend": self.kernel_backend,
             "cpu_threads": torch.get_num_threads() if self.config.device == "cpu" else None,
             "num_kv_blocks": self.scheduler.blocks.num_blocks,
@@ -87,12 +88,7 @@ def build_pipeline(config: ResolvedConfig) -> Pipeline:
     """
     device, dtype = torch.device(config.device), getattr(torch, config.dtype)
     kernels = select_kernels(device, config.kernel_backend)
-    tokenizer = Tokenizer(
-        config.tokenizer_dir,
-        chat_template=config.chat_template,
-        trust_remote_code=config.trust_remote_code,
-    )
-    check_vocabulary(tokenizer, config)
+    tokenizer = _tokenizer(config)
     overrides = draft_overrides(config)
     draft_config = None
     if config.draft_dir is not None:
@@ -151,6 +147,18 @@ def _check_headers(config: ResolvedConfig, draft: DraftConfig, overrides: DraftO
     load_draft(config.draft_dir, skeleton, overrides=overrides, **options)
 
 
+def _tokenizer(config: ResolvedConfig) -> Tokenizer | NoTokenizer:
+    if config.skip_tokenizer_init:
+        return NoTokenizer()
+    tokenizer = Tokenizer(
+        config.tokenizer_dir,
+        chat_template=config.chat_template,
+        trust_remote_code=config.trust_remote_code,
+    )
+    check_vocabulary(tokenizer, config)
+    return tokenizer
+
+
 def draft_overrides(config: ResolvedConfig | EngineConfig) -> DraftOverrides:
     """What the flags say of a draft instead of its configuration."""
     return DraftOverrides(
@@ -180,7 +188,7 @@ def check_vocabulary(tokenizer: Tokenizer, config: ResolvedConfig) -> None:
 
 def _assemble(
     config: ResolvedConfig,
-    tokenizer: Tokenizer,
+    tokenizer: Tokenizer | NoTokenizer,
     target: TargetModel,
     draft: DraftModel | None,
     draft_config: DraftConfig | None,
@@ -234,7 +242,12 @@ def _assemble(
         caches.target,
         kernels,
         state,
-        RejectionSampler(kernels, state, None if draft is None else draft.draft_ids),
+        RejectionSampler(
+            kernels,
+            state,
+            None if draft is None else draft.draft_ids,
+            config.synthetic_rates,
+        ),
         drafter,
         block_size=block_size,
         max_context_len=max_context_len,

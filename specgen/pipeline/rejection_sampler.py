@@ -7,21 +7,32 @@ import torch
 from specgen.kernels import Kernels
 from specgen.kernels.batch_types import DecodeInputs
 from specgen.pipeline.request_state import RequestState
+from specgen.synthetic import conditional_rates
 
 
 class RejectionSampler:
-    """Applies the ``standard`` rule to every row of a decode step.
+    """Applies the rule to every row of a decode step: ``standard``, or ``synthetic`` with rates.
 
     Args:
         draft_ids: int32 [V], target id to draft id (-1 outside); ``None`` when they are the same.
+        synthetic_rates: unconditional rates of the rule ``synthetic``, one a draft position.
     """
 
     def __init__(
-        self, kernels: Kernels, state: RequestState, draft_ids: torch.Tensor | None
+        self,
+        kernels: Kernels,
+        state: RequestState,
+        draft_ids: torch.Tensor | None,
+        synthetic_rates: tuple[float, ...] | None = None,
     ) -> None:
         self._kernels = kernels
         self._state = state
         self._draft_ids = draft_ids
+        self._synthetic_rates: torch.Tensor | None = None
+        if synthetic_rates is not None:
+            self._synthetic_rates = torch.tensor(
+                conditional_rates(synthetic_rates), dtype=torch.float32, device=state.device
+            )
 
     def verify(
         self,
@@ -61,5 +72,6 @@ class RejectionSampler:
             inputs.first_positions + 1,
             state.sample_index[rows],
             thresholds,
+            self._synthetic_rates,
         )
         return tokens, num_sampled, ok

@@ -114,6 +114,41 @@ class Tokenizer:
         return text
 
 
+class NoTokenizer:
+    """What stands in for a tokenizer when none is loaded: prompts are token ids, text is empty."""
+
+    eos_token_id = None
+    adds_bos = False
+    has_chat_template = False
+
+    def encode(self, row: PromptRow) -> tuple[int, ...]:
+        """The row's own token ids.
+
+        Raises:
+            RequestError: the row has text to encode, or strings to look for in text.
+        """
+        if row.prompt_token_ids is None:
+            raise RequestError(
+                "no_tokenizer",
+                '"prompt" must be token ids: the run loads no tokenizer (--skip-tokenizer-init)',
+                row.line,
+            )
+        if row.sampling.stop:
+            raise RequestError(
+                "no_tokenizer",
+                '"stop" needs text: the run loads no tokenizer (--skip-tokenizer-init)',
+                row.line,
+            )
+        if not row.prompt_token_ids:
+            raise RequestError("empty_prompt", '"prompt" is empty', row.line)
+        return row.prompt_token_ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """No text."""
+        del token_ids
+        return ""
+
+
 def read_template(template: str) -> str:
     """The template itself, or the content of the file it names.
 
