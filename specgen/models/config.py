@@ -85,6 +85,8 @@ class ModelConfig(BlockConfig):
     experts: ExpertsConfig | None = None
     backend: Literal["native", "transformers"] = "native"
     """Whose code runs the model."""
+    backend_reason: str = ""
+    """Why it is not ours."""
 
     @property
     def longest_context(self) -> int:
@@ -162,7 +164,7 @@ def parse_block_sizes(
     """The size fields of :class:`BlockConfig`, checked against one another."""
     activation = reader.get("hidden_act") or "silu"
     if activation != "silu":
-        raise reader.error("hidden_act", activation, '"silu"')
+        raise reader.not_native("hidden_act", activation, '"silu"')
     hidden_size = reader.positive_int("hidden_size")
     num_heads = reader.positive_int("num_attention_heads")
     kv_absent = (
@@ -275,7 +277,7 @@ def _parse_windows(reader: ConfigReader, family: Family, num_layers: int) -> tup
     if not good or any(kind not in known for kind in layer_types):
         raise reader.error("layer_types", layer_types, f"{num_layers} of {', '.join(known)}")
     if family.default_max_window_layers is None and known[0] in layer_types:
-        raise reader.error(
+        raise reader.not_native(
             "layer_types", layer_types, f'"{known[1]}" throughout for {family.architecture}'
         )
     windows = tuple(window if kind == known[1] else 0 for kind in layer_types)

@@ -14,7 +14,11 @@ from typing import Any
 
 from specgen.errors import ModelError
 
-__all__ = ["ConfigReader"]
+__all__ = ["ConfigReader", "NotNativeError"]
+
+
+class NotNativeError(ModelError):
+    """A configuration that is well-formed, but asks for what our own decoder does not have."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,10 @@ class ConfigReader:
         if any(isinstance(item, bool) or not isinstance(item, int) or item < 0 for item in values):
             raise self.error(key, value, "a whole number or a list of whole numbers")
         return tuple(values)
+
+    def not_native(self, key: str, value: Any, expected: str) -> NotNativeError:
+        """The error for a value that others may support."""
+        return NotNativeError(f'{self.source}: "{key}" must be {expected}, got {value!r}')
 
     def error(self, key: str, value: Any, expected: str, hint: str | None = None) -> ModelError:
         """The error for a value that is not as expected."""

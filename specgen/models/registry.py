@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from specgen.errors import ModelError
-from specgen.models.config import ConfigReader, ModelConfig, parse_model_config
+from specgen.models.config import ModelConfig, parse_model_config
+from specgen.models.config_reader import ConfigReader, NotNativeError
 from specgen.models.family import Family
 from specgen.models.llama import LLAMA
 from specgen.models.mistral import MISTRAL
@@ -55,7 +57,8 @@ def find_family(reader: ConfigReader) -> Family:
 def read_model_config(path: str | Path, *, trust_remote_code: bool = False) -> ModelConfig:
     """Read and check ``path/config.json`` of a target.
 
-    A model of no native family is described for transformers to run (``backend``).
+    A model of no native family, or with options that ours do not have, is described for
+    transformers to run (``backend``).
 
     Args:
         path: directory of the checkpoint.
@@ -66,13 +69,23 @@ def read_model_config(path: str | Path, *, trust_remote_code: bool = False) -> M
     """
     reader = ConfigReader.from_directory(path)
     family = match_family(reader)
+    reason: NotNativeError | None = None
     if family is not None:
-        return parse_model_config(reader, family)
+        try:
+            return parse_model_config(reader, family)
+        except NotNativeError as error:
+            reason = error
     from specgen.models.transformers_config import read_transformers_config
 
-    return read_transformers_config(
-        reader, path, trust_remote_code=trust_remote_code, supported=_native_names()
-    )
+    try:
+        config = read_transformers_config(
+            reader, path, trust_remote_code=trust_remote_code, supported=_native_names()
+        )
+    except ModelError as error:
+        raise (error if reason is None else reason) from error
+    if reason is None:
+        return replace(config, backend_reason=f"{config.architecture} has no native form here")
+    return replace(config, backend_reason=reason.message)
 
 
 def _native_names() -> str:

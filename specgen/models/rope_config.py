@@ -6,8 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from specgen.errors import ModelError
-from specgen.models.config_reader import ConfigReader
+from specgen.models.config_reader import ConfigReader, NotNativeError
 
 __all__ = ["RopeConfig", "RopeType", "parse_rope"]
 
@@ -74,23 +73,24 @@ def parse_rope(
         head_dim: what the lists of ``longrope`` are checked against.
 
     Raises:
-        ModelError: a rope type that is not supported, or a malformed one.
+        NotNativeError: a rope that is not supported.
+        ModelError: a malformed one.
     """
     key = "rope_parameters" if reader.get("rope_parameters") is not None else "rope_scaling"
     rope = reader.section(key)
     rope_type = rope.get("rope_type") or rope.get("type") or "default"
     rope_type = _OLD_NAMES.get(rope_type, rope_type)
     if rope_type not in _TYPES:
-        raise ModelError(
+        raise NotNativeError(
             f"{rope.source}: rope type {rope_type!r} is not supported",
             hint=f"supported rope types: {', '.join(_TYPES)}",
         )
     if any(isinstance(value, dict) for value in rope.data.values()):
-        raise ModelError(f"{rope.source}: ropes that differ between layers are not supported")
+        raise NotNativeError(f"{rope.source}: ropes that differ between layers are not supported")
     for owner in (rope, reader):
         rotary_part = owner.positive_float("partial_rotary_factor", 1.0)
         if rotary_part != 1.0:
-            raise owner.error("partial_rotary_factor", rotary_part, "1 (or absent)")
+            raise owner.not_native("partial_rotary_factor", rotary_part, "1 (or absent)")
     base = theta or rope.positive_float(
         "rope_theta", reader.positive_float("rope_theta", default_theta)
     )

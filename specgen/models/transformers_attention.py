@@ -21,9 +21,11 @@ from specgen.models.attention import AttentionMetadata, KVCache
 if TYPE_CHECKING:
     from specgen.kernels import Kernels
 
-__all__ = ["ATTENTION_NAME", "AttentionCall", "PagedPass", "register_attention"]
+__all__ = ["ATTENTION_NAME", "PROBE_NAME", "AttentionCall", "PagedPass", "register_attention"]
 
 ATTENTION_NAME = "specgen_paged"
+PROBE_NAME = "specgen_paged_probe"
+"""The same, and masks are asked for: transformers makes none for a name without a mask function."""
 _HOLDER = "specgen_pass"
 
 
@@ -163,16 +165,17 @@ def _attention(
 
 
 def _mask(*_: Any, config: Any, local_size: int | None = None, **__: Any) -> None:
-    """The mask function: none is needed, but which windows were asked for is kept."""
+    """The mask function of a probe: makes none, but keeps which windows were asked for."""
     held: PagedPass | None = getattr(config, _HOLDER, None)
     if held is not None and local_size is not None:
         held.mask_windows.add(local_size)
 
 
 def register_attention() -> None:
-    """Make the attention function known to transformers, under :data:`ATTENTION_NAME`."""
+    """Make the attention function known to transformers, under its two names."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
     AttentionInterface.register(ATTENTION_NAME, _attention)
-    AttentionMaskInterface.register(ATTENTION_NAME, _mask)
+    AttentionInterface.register(PROBE_NAME, _attention)
+    AttentionMaskInterface.register(PROBE_NAME, _mask)

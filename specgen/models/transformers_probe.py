@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from specgen.models.attention import AttentionMetadata, KVCache
-from specgen.models.transformers_attention import ATTENTION_NAME, PagedPass
+from specgen.models.transformers_attention import ATTENTION_NAME, PROBE_NAME, PagedPass
 
 if TYPE_CHECKING:
     from specgen.models.transformers_target import TransformersTarget
@@ -83,6 +83,11 @@ def probe(target: TransformersTarget, held: PagedPass) -> ProbeFacts:
         return target.run_layers(ids, _metadata(rows, per_row, decode, like.device), caches)
 
     held.mask_windows.clear()
+    target.model.set_attn_implementation(PROBE_NAME)
+    try:
+        run([(0, 0, lengths[0])])
+    finally:
+        target.model.set_attn_implementation(ATTENTION_NAME)
     packed = run([(0, 0, lengths[0]), (1, 0, lengths[1])])
     calls = list(held.calls)
     if not calls:

@@ -203,8 +203,8 @@ class TransformersTarget(nn.Module):
         facts = _probe(self, self._pass)
         self.num_kv_heads, self.head_dim = facts.num_kv_heads, facts.head_dim
         self.notes: tuple[str, ...] = (
-            f"{config.architecture} has no native form here: it runs through transformers, slower "
-            "and without CUDA graphs",
+            f"{config.architecture} runs through transformers, slower and without CUDA graphs"
+            + (f": {config.backend_reason}" if config.backend_reason else ""),
             *rope_notes,
         )
         self._streams: dict[int, torch.Tensor] = {}

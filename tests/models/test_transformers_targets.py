@@ -18,7 +18,14 @@ from models.passes import (
     run_all,
     run_transformers,
 )
-from models.tiny import SIZES, edit_config, load_state, make_target, save_state
+from models.tiny import (
+    SIZES,
+    edit_config,
+    load_state,
+    make_target,
+    save_state,
+    spread_weights,
+)
 
 from specgen.errors import ModelError
 from specgen.kernels import select_kernels
@@ -43,6 +50,40 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox_sequential": ("gpt_neox", {"use_parallel_residual": False}),
     "olmo2": ("olmo2", {}),
     "phi3": ("phi3", {"sliding_window": 9}),
+    # Native families with options that the native decoder does not have.
+    "llama_gelu": ("llama", {"hidden_act": "gelu"}),
+}
+# Not promised by name, but they pass: learned positions, scaled streams and logits, layers without
+# positions, experts beside shared ones, norms behind the sub-layers.
+OTHERS: dict[str, dict[str, Any]] = {
+    "Cohere2": {"sliding_window": 9},
+    "Exaone4": {"sliding_window": 9, "sliding_window_pattern": 3},
+    "GPT2": {
+        "n_embd": 32,
+        "n_head": 4,
+        "n_layer": 7,
+        "n_positions": 256,
+        "tie_word_embeddings": False,
+    },
+    "Gemma": {},
+    "Granite": {
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 2.0,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.2,
+    },
+    "Nemotron": {"head_dim": ...},
+    "OPT": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "Olmo3": {"sliding_window": 9},
+    "Phi": {"partial_rotary_factor": 0.5},
+    "Qwen2Moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+    },
+    "SmolLM3": {"no_rope_layer_interval": 2, "pad_token_id": 3},
+    "Starcoder2": {"sliding_window": 9},
 }
 
 
@@ -69,6 +110,9 @@ def test_logits_and_features_equal_transformers(tmp_path: Path, name: str) -> No
     sequences = random_sequences()
     expected = run_transformers(path, sequences)
     check_against(target, sequences, expected)
+    if name == "llama_gelu":
+        assert "hidden_act" in target.notes[0]
+        return
     size = target.config.hidden_size
     final = target.model.get_submodule(
         "gpt_neox.final_layer_norm" if "neox" in name else "model.norm"
@@ -78,6 +122,23 @@ def test_logits_and_features_equal_transformers(tmp_path: Path, name: str) -> No
     ids = sequences[0]
     embedded = target.embed(ids)
     assert relative_error(embedded, expected[0][1][0]) < 1e-6
+
+
+@pytest.mark.parametrize("prefix", OTHERS)
+def test_other_families_equal_transformers_too(tmp_path: Path, prefix: str) -> None:
+    import transformers
+
+    keys = {k: v for k, v in {**SIZES, **OTHERS[prefix]}.items() if v is not ...}
+    config = getattr(transformers, f"{prefix}Config")(**keys)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        name = f"{prefix}LMHeadModel" if prefix == "GPT2" else f"{prefix}ForCausalLM"
+        model = getattr(transformers, name)(config).eval()
+        spread_weights(model)
+    model.save_pretrained(tmp_path)
+    target = load(tmp_path, aux_layers=tuple(range(8)))
+    sequences = random_sequences()
+    check_against(target, sequences, run_transformers(tmp_path, sequences))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "mixtral"])
