@@ -15,24 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from specgen.errors import ModelError
+from specgen.models.safetensors_file import StoredTensor, read_header, read_tensor
 
 __all__ = ["Checkpoint", "TensorInfo"]
-
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 
 
 @dataclass(frozen=True)
@@ -43,6 +30,8 @@ class TensorInfo:
     shape: tuple[int, ...]
     dtype: torch.dtype | str
     """A name where torch has no such dtype, or the safetensors file uses one unknown here."""
+    stored: StoredTensor | None = None
+    """Where it stands in a safetensors file."""
 
 
 class Checkpoint:
@@ -79,15 +68,16 @@ class Checkpoint:
         return tensor
 
     def stream(self, names: set[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Tensors file by file; safetensors are mapped, never held as a second whole copy."""
+        """Tensors file by file; of safetensors, one at a time is in memory."""
         wanted = set(self.tensors) if names is None else names
         files = dict.fromkeys(info.file for name, info in self.tensors.items() if name in wanted)
         for file in files:
             mine = [n for n, info in self.tensors.items() if info.file == file and n in wanted]
             if file.suffix == ".safetensors":
-                with safe_open(file, framework="pt", device="cpu") as opened:
-                    for name in mine:
-                        yield name, opened.get_tensor(name)
+                for name in mine:
+                    stored = self.tensors[name].stored
+                    assert stored is not None, name
+                    yield name, read_tensor(file, stored)
             else:
                 state = _load_pickle(file)
                 for name in mine:
@@ -152,21 +142,10 @@ def _read_headers(file: Path) -> dict[str, TensorInfo]:
             name: TensorInfo(file, tuple(tensor.shape), tensor.dtype)
             for name, tensor in _load_pickle(file).items()
         }
-    headers: dict[str, TensorInfo] = {}
-    try:
-        with safe_open(file, framework="pt", device="cpu") as opened:
-            for name in opened.keys():  # noqa: SIM118 - not a mapping
-                view = opened.get_slice(name)
-                dtype = view.get_dtype()
-                headers[name] = TensorInfo(
-                    file, tuple(view.get_shape()), _DTYPES.get(dtype, str(dtype))
-                )
-    except (SafetensorError, OSError, ValueError) as error:
-        raise ModelError(
-            f"{file}: not a complete safetensors file: {error}",
-            hint="the download was cut short or the file is damaged: fetch it again",
-        ) from error
-    return headers
+    return {
+        name: TensorInfo(file, stored.shape, stored.dtype, stored)
+        for name, stored in read_header(file).items()
+    }
 
 
 def _load_pickle(file: Path) -> dict[str, torch.Tensor]:

@@ -1,0 +1,54 @@
+"""Loading must not hold a second copy of the weights in host memory."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from models.tiny import make_llama
+
+import specgen
+
+SCRIPT = """
+import json, sys
+from pathlib import Path
+import torch
+from specgen.kernels import select_kernels
+from specgen.models.weights import load_target
+
+def status(key):
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(key + ":"):
+            return int(line.split()[1]) * 1024
+
+kernels = select_kernels("cpu")
+load_target(sys.argv[2], device="cpu", kernels=kernels)  # what the first load brings with it
+Path("/proc/self/clear_refs").write_text("5")
+before = status("VmRSS")
+model = load_target(sys.argv[1], device="cpu", dtype=sys.argv[3], kernels=kernels)
+held = sum(p.numel() * p.element_size() for p in model.parameters())
+print(json.dumps({"extra": status("VmHWM") - before - held, "held": held}))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
+def test_peak_stays_below_the_largest_shard(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "vocab_size": 4096, "head_dim": 128}
+    path = make_llama(tmp_path / "big", num_hidden_layers=6, max_shard_size="50MB", **sizes)
+    small = make_llama(tmp_path / "small")
+    shards = [file.stat().st_size for file in path.glob("*.safetensors")]
+    assert len(shards) >= 3
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(path), str(small), "bfloat16"],
+        env={"PYTHONPATH": str(Path(specgen.__file__).parents[1]), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    measured = json.loads(done.stdout)
+    assert measured["held"] > max(shards), "small enough to hide a second copy"
+    assert measured["extra"] < 1.3 * max(shards), (measured, shards)
