@@ -18,6 +18,7 @@ _PICKLES = ["pytorch_model*.bin"]
 # Copies of the weights in other formats stand in folders of their own.
 _FOLDERS = ["*/*"]
 _FIRST_BYTES = 1 << 18
+_MAPS = ("d2t", "t2d", "token_map")
 
 
 def is_hub_id(name: str) -> bool:
@@ -53,7 +54,8 @@ def fetch_headers(name: str, into: Path, revision: str | None = None) -> str:
     """A directory that shows a checkpoint's configuration and the shapes of its tensors.
 
     What is on disk or in the cache is shown itself. Of the rest the small files are fetched, and of
-    each safetensors file its header, which is put in front of a hole as long as the tensors.
+    each safetensors file its header, which is put in front of a hole as long as the tensors, and
+    the vocabulary maps of drafts.
 
     Args:
         name: a directory, or ``owner/name``.
@@ -93,6 +95,8 @@ def _fetch_safetensors_headers(name: str, into: Path, revision: str | None) -> N
         hf_raise_for_status,
     )
 
+    from specgen.models.safetensors_file import read_header
+
     info = HfApi().model_info(name, revision=revision, files_metadata=True)
     siblings = [s for s in info.siblings or () if Path(s.rfilename).match(_SAFETENSORS[0])]
     siblings = [s for s in siblings if "/" not in s.rfilename and s.size]
@@ -104,20 +108,26 @@ def _fetch_safetensors_headers(name: str, into: Path, revision: str | None) -> N
     for sibling in siblings:
         url = hf_hub_url(name, sibling.rfilename, revision=info.sha or revision)
 
-        def fetch(last: int, url: str = url) -> bytes:
-            headers = {**build_hf_headers(), "range": f"bytes=0-{last}"}
+        def fetch(first: int, last: int, url: str = url) -> bytes:
+            headers = {**build_hf_headers(), "range": f"bytes={first}-{last}"}
             response = get_session().get(url, headers=headers, follow_redirects=True)
             hf_raise_for_status(response)
             content: bytes = response.content
             return content
 
-        head = fetch(_FIRST_BYTES - 1)
+        head = fetch(0, _FIRST_BYTES - 1)
         length = 8 + int.from_bytes(head[:8], "little")
         if len(head) < length < (sibling.size or 0):
-            head = fetch(length - 1)
-        with open(into / sibling.rfilename, "wb") as file:
+            head = fetch(0, length - 1)
+        path = into / sibling.rfilename
+        with open(path, "wb") as file:
             file.write(head[:length])
             file.truncate(sibling.size)
+            file.flush()
+            for tensor, stored in read_header(path).items():
+                if tensor in _MAPS and stored.num_bytes:
+                    file.seek(stored.start)
+                    file.write(fetch(stored.start, stored.start + stored.num_bytes - 1))
 
 
 def _snapshot(

@@ -305,6 +305,8 @@ class RunStats:
                 self.speculation.accepted_per_position,
             )
         )
+        if not self.speculation.faithful:  # the rule `synthetic` accepts as it was told
+            return None
         if drafted < _ENOUGH_STEPS or accepted >= _IMPLAUSIBLE_RATE * drafted:
             return None
         return (

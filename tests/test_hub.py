@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from fake_hub import COMMIT, FakeHub, serve_hub
 from models.tiny import make_eagle1, make_eagle3, make_llama
 from safetensors import safe_open
@@ -169,7 +170,13 @@ def test_headers_come_without_their_tensors(hub: FakeHub, tmp_path: Path, first_
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118 - not a mapping
                 assert list(shown.tensors[name].shape) == opened.get_slice(name).get_shape()
-    fetched = [name for name in hub.fetched if name.endswith(".safetensors")]
+    ((head, _),) = ask(hub, tmp_path, [["headers", "org/head", first_bytes]])
+    assert head is not None
+    stored, kept = Checkpoint.open(hub.root / "org" / "head"), Checkpoint.open(head)
+    for name in ("d2t", "t2d"):
+        assert torch.equal(kept.load(name), stored.load(name)), "the maps are worth fetching"
+    assert not kept.load("lm_head.weight").any()
+    fetched = [name for name in hub.fetched if "org/model/model-" in name]
     assert len(fetched) == len(truth) * (2 if first_bytes == "100" else 1)
     tensors = sum(file.stat().st_size for file in truth.values())
     texts = sum(file.stat().st_size for file in (hub.root / "org" / "model").glob("*.j*"))

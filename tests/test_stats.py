@@ -209,6 +209,15 @@ def test_a_draft_of_which_nothing_is_accepted(steps: int, accepting: int, warned
         assert f"only {accepting} of {steps} first drafts" in str(run.draft_warning)
 
 
+def test_a_rule_that_accepts_as_it_was_told_is_not_warned_of() -> None:
+    run = RunStats()
+    stats = SpeculationStats(3, faithful=False)
+    for _ in range(500):
+        stats.add_spec_step(3, 0, 1)
+    run.add(output(stats, tokens=500))
+    assert run.draft_warning is None
+
+
 def test_a_run_without_drafts_has_none_to_warn_of() -> None:
     run = RunStats()
     run.add(output(account([], 1000), tokens=1000))

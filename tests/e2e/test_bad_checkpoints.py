@@ -18,6 +18,7 @@ from models import layouts
 from models.tiny import edit_config, load_state, make_target, save_state, write_tokenizer
 
 from specgen.cli import cli
+from specgen.models import weights
 
 
 @pytest.fixture
@@ -93,6 +94,11 @@ def lose_the_map(case: Path) -> None:
     change(case / "text-eagle3", d2t=None)
 
 
+def misread_the_map(case: Path) -> None:
+    d2t = load_state(case / "text-eagle3")["d2t"]
+    change(case / "text-eagle3", d2t=d2t + torch.arange(len(d2t)))
+
+
 def lose_a_tensor_of_the_head(case: Path) -> None:
     change(case / "text-eagle3", midlayer__hidden_norm__weight=None)
 
@@ -136,6 +142,7 @@ BAD: dict[Callable[[Path], None], tuple[str, ...]] = {
     lose_a_shard: ("model-00002-of-", "missing", "fetch the missing shard"),
     take_a_wider_target: ('"fc.weight"', "the head was made for another target"),
     lose_the_map: ('"d2t" is missing',),
+    misread_the_map: ('"d2t"', "look like absolute target ids"),
     lose_a_tensor_of_the_head: ('"midlayer.hidden_norm.weight" is missing',),
     put_code_into_the_head: ("nothing but tensors is read from a pickle",),
     name_an_unknown_architecture: ("text", "hyena"),
@@ -155,17 +162,16 @@ def test_one_error_before_anything_starts(case: Path, spoil: Callable[[Path], No
     assert not Path("it-ran").exists()
 
 
+@pytest.mark.parametrize("spoil", [lose_a_tensor_of_the_head, misread_the_map])
 def test_a_head_that_is_amiss_shows_before_the_weights_are_read(
-    case: Path, monkeypatch: pytest.MonkeyPatch
+    case: Path, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Path], None]
 ) -> None:
-    from specgen.models import weights
-
     def fill(slots: Any, checkpoint: Any) -> None:
         raise AssertionError("weights were read")
 
-    monkeypatch.setattr(weights, "_fill", fill)
-    lose_a_tensor_of_the_head(case)
-    refused(sorted(os.listdir()), run(), "hidden_norm")
+    monkeypatch.setattr(weights, "fill_tensors", fill)
+    spoil(case)
+    refused(sorted(os.listdir()), run(), *BAD[spoil])
 
 
 @pytest.mark.parametrize("size", [50, 110])

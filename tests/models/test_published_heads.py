@@ -112,6 +112,9 @@ def write_holes(path: Path, config: dict[str, Any], shapes: dict[str, tuple[int,
     with open(path / "model.safetensors", "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + end)
+        if "t2d" in shapes:  # beside offsets of zero
+            file.seek(8 + len(text) + header["t2d"]["data_offsets"][0])
+            file.write(b"\x01" * shapes["d2t"][0])
     return path
 
 

@@ -1,0 +1,102 @@
+"""Filling parameters from a checkpoint, strictly.
+
+Strict means that every tensor of the checkpoint is used, every parameter is filled, and every shape
+fits, all of it checked from the file headers before any weight is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from specgen.errors import ModelError
+from specgen.models.checkpoint import Checkpoint, TensorInfo
+
+__all__ = ["FLOATS", "check_shape", "check_tensors", "fill_tensors", "named_dtype"]
+
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+# Rope frequencies that old checkpoints store; they follow from the configuration.
+_DERIVED_SUFFIX = "rotary_emb.inv_freq"
+
+
+def named_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    """The dtype of a name such as ``"bfloat16"``."""
+    resolved = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    assert isinstance(resolved, torch.dtype), dtype
+    return resolved
+
+
+def check_tensors(
+    slots: Mapping[str, torch.Tensor], checkpoint: Checkpoint, spare: set[str]
+) -> None:
+    """Compare names, shapes and dtypes of the whole checkpoint with what is to be filled.
+
+    Args:
+        slots: checkpoint name -> the tensor to copy into.
+        checkpoint: its headers are looked at.
+        spare: names that may stand there besides.
+
+    Raises:
+        ModelError: a tensor is missing, left over, of another shape, or quantized.
+    """
+    tensors = checkpoint.tensors
+    missing = [name for name in slots if name not in tensors]
+    extra = [
+        name
+        for name in tensors
+        if name not in slots and name not in spare and not name.endswith(_DERIVED_SUFFIX)
+    ]
+    if missing:
+        hint = "the checkpoint is incomplete, or its config.json is of another model"
+        if extra:
+            hint += f"; it holds {_listed(extra)} instead"
+        raise ModelError(f"{checkpoint.path}: tensor {_listed(missing)} is missing", hint=hint)
+    if extra:
+        raise ModelError(
+            f"{tensors[extra[0]].file}: tensor {_listed(extra)} is not part of the model that "
+            "config.json describes",
+            hint="a tensor left unused changes what the model computes: check config.json",
+        )
+    for name, slot in slots.items():
+        check_shape(name, tensors[name], tuple(slot.shape))
+
+
+def check_shape(name: str, info: TensorInfo, shape: tuple[int, ...]) -> None:
+    """Compare one stored tensor with the shape it must have.
+
+    Raises:
+        ModelError: another shape, or no float type.
+    """
+    if info.shape != shape:
+        raise ModelError(
+            f'{info.file}: tensor "{name}" has shape {list(info.shape)}, expected {list(shape)}',
+            hint="config.json and weights are of different models",
+        )
+    if info.dtype not in FLOATS:
+        raise ModelError(
+            f'{info.file}: tensor "{name}" has dtype {info.dtype}, expected a float type',
+            hint="quantized weights are not supported",
+        )
+
+
+def fill_tensors(slots: Mapping[str, torch.Tensor], checkpoint: Checkpoint) -> None:
+    """Copy the checkpoint's tensors into their slots, one at a time.
+
+    Raises:
+        ModelError: a value does not fit float16.
+    """
+    for name, tensor in checkpoint.stream(set(slots)):
+        slot = slots[name]
+        slot.copy_(tensor)
+        narrowed = slot.dtype == torch.float16 and tensor.dtype != torch.float16
+        if narrowed and not torch.isfinite(slot).all() and torch.isfinite(tensor).all():
+            raise ModelError(
+                f'{checkpoint.tensors[name].file}: tensor "{name}" has values beyond float16',
+                hint="use --dtype bfloat16 or float32",
+            )
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(f'"{name}"' for name in names[:3])
+    return shown if len(names) <= 3 else f"{shown} (and {len(names) - 3} more)"
