@@ -54,7 +54,7 @@ def run_fingerprint(
         if name not in ("seed", "num_speculative_tokens"):  # of single rows only
             found[name] = value
     for field in fields(read):
-        if field.name not in ("sampling", "limit"):
+        if field.name not in ("sampling", "limit", "seen"):
             value = getattr(read, field.name)
             found[field.name] = value if isinstance(value, str | None) else str(value)
     return found | others

@@ -32,6 +32,7 @@ __all__ = ["PassedRow", "ReadOptions", "parse_line", "read_rows"]
 ApplyChatTemplate = Literal["auto", "always", "never"]
 
 _INT32_MAX = 2**31 - 1
+_MAX_SEEN = 256
 _MESSAGE_KEYS = frozenset({"role", "content", "name"})
 
 
@@ -49,6 +50,7 @@ class ReadOptions:
             user message; `never` refuses `messages`. Token ids are never touched.
         limit: read at most so many rows of the whole input.
         shard: the rows to parse; others are passed by.
+        seen: a cache of what sampling keys of lines came to.
     """
 
     sampling: SamplingParams = field(default_factory=SamplingParams)
@@ -58,6 +60,9 @@ class ReadOptions:
     apply_chat_template: ApplyChatTemplate = "auto"
     limit: int | None = None
     shard: Shard = WHOLE
+    seen: dict[str, SamplingParams] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @property
     def prompt_keys(self) -> tuple[str, ...]:
@@ -122,10 +127,7 @@ def parse_line(raw: RawLine, index: int, options: ReadOptions) -> PromptRow | Re
         extras, sampling_keys = _split(obj, options)
         _take_id(obj, extras, options)
         prompt = _prompt(obj, options)
-        try:
-            sampling = SamplingParams.from_mapping(sampling_keys, options.sampling)
-        except ValueError as error:
-            raise RefusedError("invalid_value", str(error)) from error
+        sampling = _sampling(sampling_keys, options)
         return PromptRow(
             index=index,
             input_hash=raw.digest,
@@ -157,6 +159,25 @@ def _split(obj: Mapping[str, Any], options: ReadOptions) -> tuple[dict[str, Any]
             continue
         (sampling if looks_like_sampling_key(key) else extras)[key] = value
     return extras, sampling
+
+
+def _sampling(given: Mapping[str, Any], options: ReadOptions) -> SamplingParams:
+    """The line's sampling over the run's."""
+    if not given:
+        return options.sampling
+    # Most lines ask for the same as others. The key tells 1 from 1.0 and from true.
+    key = repr(given)
+    cached = options.seen.get(key)
+    if cached is not None:
+        return cached
+    try:
+        sampling = SamplingParams.from_mapping(given, options.sampling)
+    except ValueError as error:
+        raise RefusedError("invalid_value", str(error)) from error
+    if len(options.seen) >= _MAX_SEEN:
+        options.seen.clear()
+    options.seen[key] = sampling
+    return sampling
 
 
 def _take_id(obj: Mapping[str, Any], extras: dict[str, Any], options: ReadOptions) -> None:

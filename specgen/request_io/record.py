@@ -11,6 +11,7 @@ import json
 from typing import Any
 
 from specgen.pipeline.request import ChoiceOutput, PromptRow, RequestOutput
+from specgen.request_io import fast_json
 
 __all__ = [
     "RESERVED_KEYS", "encode", "error_message", "error_object", "head", "hint_for", "metrics",
@@ -137,14 +138,27 @@ def location(row: PromptRow) -> str:
     return f"{row.source}:{row.line}"
 
 
+_LINE_ENDS = [
+    (character.encode(), f"\\u{ord(character):04x}".encode())
+    for character in ("\u2028", "\u2029", "\u0085")
+]
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
-def encode(record: dict[str, Any]) -> str:
+def encode(record: dict[str, Any]) -> bytes:
     """A record as one line of JSON without its line end.
 
-    Text stays readable (no `\\uXXXX` for letters), but U+2028 and U+2029 are escaped, because some
-    readers split lines there.
+    Text stays readable (no `\\uXXXX` for letters), but U+2028, U+2029 and U+0085 are escaped,
+    because some readers split lines there.
+
+    Raises:
+        ValueError: a NaN or an infinity, which JSON has not.
     """
-    text = _ENCODER.encode(record)
-    return text.replace("\u2028", "\\u2028").replace("\u2029", "\\u2029").replace("\x85", "\\u0085")
+    data = fast_json.dump(record)
+    if data is None:
+        data = _ENCODER.encode(record).encode()
+    if not data.isascii():
+        for character, escape in _LINE_ENDS:
+            if character in data:
+                data = data.replace(character, escape)
+    return data

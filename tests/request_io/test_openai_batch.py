@@ -138,7 +138,7 @@ def test_envelopes() -> None:
     output = finished(CHAT)
     envelope = to_envelope(output, model="m", created=12, return_token_ids=True)
     assert list(envelope)[:3] == ["index", "input_hash", "status"]
-    assert read_head(encode(envelope).encode()) is not None
+    assert read_head(encode(envelope)) is not None
     assert envelope["custom_id"] == "a"
     assert envelope["error"] is None
     body = envelope["response"]["body"]

@@ -7,9 +7,19 @@ from typing import Any
 import pytest
 
 from specgen.pipeline.request import PromptRow, RequestOutput
+from specgen.request_io import fast_json
 from specgen.request_io.reader import ReadOptions, parse_line, read_rows
 from specgen.request_io.source import RawLine
 from specgen.sampling_params import SamplingParams
+
+
+@pytest.fixture(autouse=True, params=["fast", "strict"])
+def parser(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "strict":
+        monkeypatch.setattr(fast_json, "_LOADS", None)
+        monkeypatch.setattr(fast_json, "_DUMPS", None)
+    elif fast_json._LOADS is None:
+        pytest.skip("orjson is not installed")
 
 
 def parse(data: bytes | str | dict[str, Any], **options: Any) -> PromptRow | RequestOutput:

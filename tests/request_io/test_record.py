@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -8,9 +9,19 @@ import pytest
 
 from specgen.errors import RequestError
 from specgen.pipeline.request import ChoiceOutput, PromptRow, RequestOutput
+from specgen.request_io import fast_json
 from specgen.request_io.record import RESERVED_KEYS, encode, to_record
 from specgen.sampling_params import SamplingParams
 from specgen.stats import SpeculationStats
+
+
+@pytest.fixture(autouse=True, params=["fast", "strict"])
+def parser(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "strict":
+        monkeypatch.setattr(fast_json, "_LOADS", None)
+        monkeypatch.setattr(fast_json, "_DUMPS", None)
+    elif fast_json._LOADS is None:
+        pytest.skip("orjson is not installed")
 
 
 def choice(index: int = 0, tokens: tuple[int, ...] = (5, 6, 2), text: str = "ab") -> ChoiceOutput:
@@ -94,11 +105,14 @@ def test_accounts_that_do_not_explain_the_tokens_never_reach_the_output() -> Non
 def test_a_line_is_one_line_for_every_reader() -> None:
     text = "a\nb\r\u2028\u2029\x85\x0b\x0c\x1c\x1d\x1e\U0001f600é"
     line = encode({"text": text, text: 1})
-    assert line.splitlines() == [line]
+    assert line.decode().splitlines() == [line.decode()]
     assert json.loads(line) == {"text": text, text: 1}
-    assert "é" in line
+    assert "é".encode() in line
 
 
-def test_what_is_no_json_is_not_written() -> None:
+@pytest.mark.parametrize(
+    "value", [float("nan"), float("inf"), [1, float("nan")], {"y": [-math.inf]}]
+)
+def test_what_is_no_json_is_not_written(value: Any) -> None:
     with pytest.raises(ValueError, match="JSON"):
-        encode({"x": float("nan")})
+        encode({"x": value})
