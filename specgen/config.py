@@ -53,6 +53,7 @@ class EngineConfig:
         num_kv_blocks: Cache blocks; ``None`` sizes the cache from memory.
         block_size: Tokens in a cache block.
         seed: Run seed; rows without a seed of their own hash it with their index.
+        prefix_caching: Prompts that begin alike share the cache blocks of their beginning.
         cuda_graphs: Replay the decode step as one CUDA graph (CUDA only).
 
     Raises:
@@ -89,6 +90,7 @@ class EngineConfig:
     seed: int = 0
     overlong: Overlong = "error"
     kernel_backend: str = "auto"
+    prefix_caching: bool = True
     cuda_graphs: bool = True
 
     def __post_init__(self) -> None:
@@ -189,6 +191,7 @@ class ResolvedConfig:
     draft_norm_before_residual: bool | None
     seed: int
     overlong: Overlong
+    prefix_caching: bool
     cuda_graphs: bool
     eos_token_ids: tuple[int, ...]
     vocab_size: int

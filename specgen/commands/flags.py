@@ -92,6 +92,12 @@ MODEL = [
     _option("--max-num-seqs", type=int, metavar="N", help="Completions that run at a time."),
     _option("--max-num-batched-tokens", type=int, metavar="N", help="Prompt tokens of a step."),
     _option("--gpu-memory-utilization", type=float, default=0.9, show_default=True),
+    _option(
+        "--prefix-caching/--no-prefix-caching",
+        default=True,
+        show_default=True,
+        help="Prefill a beginning that prompts share only once.",
+    ),
     _option("--device", type=click.Choice(DEVICES), default="auto", show_default=True),
     _option(
         "--load-format",

@@ -19,7 +19,7 @@ __all__ = ["RunOptions", "read_options", "sampling_of"]
 
 _ENGINE_FLAGS = (
     "model", "tokenizer", "revision", "dtype", "max_model_len", "max_num_seqs",
-    "max_num_batched_tokens", "gpu_memory_utilization", "device", "load_format",
+    "max_num_batched_tokens", "gpu_memory_utilization", "prefix_caching", "device", "load_format",
     "trust_remote_code", "generation_config", "chat_template", "draft_model",
     "skip_tokenizer_init", "synthetic_acceptance",
     "num_speculative_tokens", "draft_sample", "rejection_sample", "no_draft", "seed", "overlong",

@@ -18,7 +18,7 @@ __all__ = ["run_fingerprint"]
 _FREE = frozenset(
     {
         "device", "dtype", "kernel_backend", "trust_remote_code", "max_num_seqs",
-        "max_num_batched_tokens", "gpu_memory_utilization", "num_kv_blocks", "block_size",
+        "max_num_batched_tokens", "gpu_memory_utilization", "prefix_caching", "num_kv_blocks", "block_size",
         "cuda_graphs", "eos_token_ids", "vocab_size",
     }
 )  # fmt: skip

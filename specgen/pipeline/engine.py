@@ -10,6 +10,7 @@ from typing import Any
 from specgen.config import EngineConfig
 from specgen.errors import RequestError
 from specgen.kernels.batch_types import FINISH_ERROR, FINISH_STOP, RUNNING
+from specgen.pipeline.block_manager import prefix_keys
 from specgen.pipeline.detokenizer import StopStringWatcher, detokenize
 from specgen.pipeline.input_batch import build_prefill_batch
 from specgen.pipeline.loading import build_pipeline
@@ -50,6 +51,7 @@ class Engine:
         self._watchers: dict[int, StopStringWatcher] = {}  # by id of the request
         self._finished: deque[RequestOutput] = deque()  # not handed out yet
         self._num_generated_tokens = 0
+        self._num_steps = 0
 
     @property
     def num_running(self) -> int:
@@ -60,6 +62,16 @@ class Engine:
     def num_generated_tokens(self) -> int:
         """Tokens generated so far, those of unfinished rows included."""
         return self._num_generated_tokens
+
+    @property
+    def num_prompt_tokens_shared(self) -> int:
+        """Prompt tokens whose cache entries another row had already computed."""
+        return self._scheduler.num_prompt_tokens_shared
+
+    @property
+    def num_steps(self) -> int:
+        """Steps run so far, prefill and decode."""
+        return self._num_steps
 
     @property
     def num_waiting(self) -> int:
@@ -140,6 +152,7 @@ class Engine:
         scheduled = self._scheduler.schedule()
         if scheduled is None:
             return
+        self._num_steps += 1
         self._apply_edits(scheduled)
         if scheduled.chunks:
             self._prefill(scheduled)
@@ -272,6 +285,7 @@ class Engine:
             num_speculative_tokens=k,
             stop_token_ids=tuple(dict.fromkeys((*stop_ids, *sampling.stop_token_ids))),
             stats=SpeculationStats(k, faithful=config.synthetic_rates is None),
+            prefix_keys=prefix_keys(token_ids, config.block_size) if config.prefix_caching else (),
         )
         if self._scheduler.max_blocks_of(first) > self._scheduler.blocks.num_blocks:
             raise RequestError(
