@@ -18,8 +18,8 @@ __all__ = ["run_fingerprint"]
 _FREE = frozenset(
     {
         "device", "dtype", "kernel_backend", "trust_remote_code", "max_num_seqs",
-        "max_num_batched_tokens", "gpu_memory_utilization", "prefix_caching", "num_kv_blocks", "block_size",
-        "cuda_graphs", "eos_token_ids", "vocab_size",
+        "max_num_batched_tokens", "gpu_memory_utilization", "num_kv_blocks", "block_size",
+        "prefix_caching", "cuda_graphs", "eos_token_ids", "vocab_size",
     }
 )  # fmt: skip
 _DIRECTORIES = {"model_dir": "model", "draft_dir": "draft_model", "tokenizer_dir": "tokenizer"}
