@@ -24,9 +24,10 @@ __all__ = ["ProbeFacts", "probe"]
 _BLOCK_SIZE = 16
 _LONGEST = 96  # tokens of the longer prompt; windows beyond are not reached
 _HEAD_DIMS = range(2, 257, 2)
-# Largest error of a hidden state, relative to the largest value. Random inputs of half the bits
-# differ by a few parts in a hundred; one key too many or too few changes far more.
-_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
+# Error of a token's vector relative to its length: of every token in float32, of the median one in
+# less, where a router may send single tokens to other experts. One key too many or too few changes
+# far more.
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.03}
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,8 @@ def probe(target: TransformersTarget, held: PagedPass) -> ProbeFacts:
         for size in (getattr(target.model.config, "sliding_window", None),)
         if isinstance(size, int)
     }
-    reach = [window + 8 for window in windows if window + 8 <= _LONGEST]
+    # Most tokens past the window, where it is short enough.
+    reach = [min(3 * window + 8, _LONGEST) for window in windows if window + 8 <= _LONGEST]
     lengths = (max([12, *reach]), 5)
     prompts = [_prompt(target, n) for n in lengths]
     per_row = -(-max(lengths) // _BLOCK_SIZE)
@@ -153,9 +155,11 @@ def _metadata(
 
 
 def _compare(held: PagedPass, got: torch.Tensor, want: torch.Tensor, what: str) -> None:
-    error = (got.float() - want.float()).abs().max() / want.float().abs().max().clamp(min=1e-9)
-    if not error.item() <= _TOLERANCE[want.dtype]:  # NaN fails too
-        raise held.refuse(f"{what} (relative error {error.item():.2g})")
+    lengths = want.float().norm(dim=-1).clamp(min=1e-9)
+    errors = (got.float() - want.float()).norm(dim=-1) / lengths  # [tokens]
+    error = (errors.max() if want.dtype == torch.float32 else errors.median()).item()
+    if not error <= _TOLERANCE[want.dtype]:  # NaN fails too
+        raise held.refuse(f"{what} (relative error {error:.2g})")
 
 
 def _compare_eager(

@@ -29,6 +29,7 @@ from models.tiny import (
 
 from specgen.errors import ModelError
 from specgen.kernels import select_kernels
+from specgen.models import transformers_probe
 from specgen.models.registry import read_model_config
 from specgen.models.transformers_target import TransformersTarget, load_transformers_target
 from specgen.models.weights import load_target
@@ -186,8 +187,19 @@ def test_ropes_of_a_length_are_fixed_by_the_longest_row(
 
 def test_low_precision_passes_the_probe(tmp_path: Path) -> None:
     for family in ("gemma2", "cohere"):
-        target = load(make_target(tmp_path / family, family), dtype="bfloat16")
-        assert target.dtype == torch.bfloat16
+        for dtype in ("bfloat16", "float16"):
+            target = load(make_target(tmp_path / f"{family}-{dtype}", family), dtype=dtype)
+            assert target.dtype == getattr(torch, dtype)
+
+
+def test_low_precision_does_not_blind_the_probe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_target(tmp_path / "t", "phi3", sliding_window=9)
+    _drop_the_window(monkeypatch)
+    # Nor does a window that nothing else would show.
+    monkeypatch.setattr(transformers_probe, "_uses_windows", lambda _: False)
+    refused(lambda: load(path, dtype="bfloat16"), "differs from its own eager attention")
 
 
 def test_dummy_weights_need_only_the_configuration(tmp_path: Path) -> None:
@@ -219,6 +231,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], list[str]]] = {
         {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
         ["layers of type conv"],
     ),
+    "chunked": ("Llama4Text", {}, ["layers of type chunked_attention"]),
     "state_space": ("Mamba", {}, ["MambaForCausalLM", "attention interface", "LlamaForCausalLM"]),
     "alibi": ("Bloom", {}, ["BloomForCausalLM", "attention interface"]),
     "encoder": ("T5", {}, ["T5", "not a causal decoder"]),
