@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import click
 
 from specgen import __version__
+from specgen.commands.bench import bench
 from specgen.commands.doctor import doctor
 from specgen.commands.merge import merge
 from specgen.commands.run import run
@@ -136,6 +137,7 @@ cli.add_command(validate)
 cli.add_command(stats)
 cli.add_command(merge)
 cli.add_command(doctor)
+cli.add_command(bench)
 
 
 def main() -> NoReturn:

@@ -18,6 +18,8 @@ def fill_dummy(slots: Mapping[str, torch.Tensor], seed: int = 0) -> None:
     """
     generators: dict[torch.device, torch.Generator] = {}
     for name, slot in slots.items():
+        if slot.is_meta:
+            continue  # shapes alone
         if name.endswith(".bias"):
             slot.zero_()
         elif slot.dim() == 1:

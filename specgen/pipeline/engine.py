@@ -52,6 +52,7 @@ class Engine:
         self._finished: deque[RequestOutput] = deque()  # not handed out yet
         self._num_generated_tokens = 0
         self._num_steps = 0
+        self._num_steps = 0
 
     @property
     def num_running(self) -> int:
@@ -67,6 +68,11 @@ class Engine:
     def num_prompt_tokens_shared(self) -> int:
         """Prompt tokens whose cache entries another row had already computed."""
         return self._scheduler.num_prompt_tokens_shared
+
+    @property
+    def num_steps(self) -> int:
+        """Steps run so far, prefill and decode."""
+        return self._num_steps
 
     @property
     def num_steps(self) -> int:

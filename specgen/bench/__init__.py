@@ -1,0 +1,1 @@
+"""Throughput of the engine that `specgen run` drives, on real weights or on shapes alone."""

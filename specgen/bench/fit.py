@@ -1,0 +1,119 @@
+"""Whether what is to be measured fits the machine, said before any weight is made or read."""
+
+from __future__ import annotations
+
+import torch
+
+from specgen.bench.jobs import Job
+from specgen.config import ResolvedConfig
+from specgen.errors import UsageError
+from specgen.kernels import select_kernels
+from specgen.models.registry import read_model_config
+from specgen.models.weights import inspect_draft, load_draft, load_target
+from specgen.pipeline.kv_cache import block_bytes, cache_bytes
+from specgen.pipeline.loading import activation_bytes, draft_overrides
+
+__all__ = ["check_batch", "check_lengths", "estimate_num_blocks"]
+
+
+def check_lengths(jobs: list[Job], longest_context: int) -> None:
+    """Refuse rows beyond the model's positions.
+
+    Raises:
+        UsageError: with the length that would fit.
+    """
+    longest = max(jobs, key=lambda job: job.longest)
+    if longest.longest <= longest_context:
+        return
+    if longest.name != "fixed":
+        raise UsageError(
+            f"--job {longest.name} has rows of {longest.longest:,} tokens, "
+            f"the model takes {longest_context:,}",
+            "choose a model with more positions",
+        )
+    input_len, output_len = longest.lengths[0]
+    room = longest_context - output_len
+    raise UsageError(
+        f"--input-len {input_len} and --output-len {output_len} are {longest.longest:,} tokens, "
+        f"the model takes {longest_context:,}",
+        f"give --input-len {room}" if room > 0 else f"give fewer than {longest_context} in all",
+    )
+
+
+def check_batch(jobs: list[Job], config: ResolvedConfig, num_blocks: int) -> None:
+    """Refuse a batch whose rows cannot all be in the cache at their full length.
+
+    Raises:
+        UsageError: with the batch that would fit.
+    """
+    for job in jobs:
+        if job.batch is None:
+            continue  # a whole job may queue
+        at_once = min(job.batch, config.max_num_seqs)
+        lookahead = 2 * config.num_speculative_tokens
+        blocks_per_row = -(-(job.longest + lookahead) // config.block_size)
+        fitting = num_blocks // blocks_per_row
+        if fitting >= at_once:
+            continue
+        remedies = [f"--batch-size {fitting}"] if fitting else []
+        remedies.append("shorter rows")
+        if config.device == "cuda":
+            remedies.append("a higher --gpu-memory-utilization")
+        raise UsageError(
+            f"--batch-size {job.batch}: the cache holds {num_blocks * config.block_size:,} tokens, "
+            f"that is {fitting} rows of {job.longest:,}",
+            f"give {' or '.join(remedies)}",
+        )
+
+
+def estimate_num_blocks(config: ResolvedConfig) -> int:
+    """Cache blocks there will be room for, from configurations and headers alone."""
+    if config.num_kv_blocks is not None:
+        return config.num_kv_blocks
+    device, dtype = torch.device(config.device), getattr(torch, config.dtype)
+    target = read_model_config(config.model_dir, trust_remote_code=config.trust_remote_code)
+    overrides = draft_overrides(config)
+    head = None
+    if config.draft_dir is not None:
+        head = inspect_draft(
+            config.draft_dir, target, load_format=config.load_format, overrides=overrides
+        )
+    per_block = block_bytes(target, config.block_size, dtype)
+    if head is not None:
+        per_block += block_bytes(head, config.block_size, dtype)
+    room = cache_bytes(device, config.gpu_memory_utilization)
+    if device.type == "cuda":
+        room -= activation_bytes(config, target)
+        if head is not None and config.draft_sample == "gumbel":
+            width = config.num_speculative_tokens * head.draft_vocab_size
+            room -= (config.max_num_seqs + 1) * width * dtype.itemsize
+        if target.backend == "native":  # others show their size only once they are loaded
+            room -= _num_weights(config, () if head is None else head.aux_layers) * dtype.itemsize
+    return max(room, 0) // per_block
+
+
+def _num_weights(config: ResolvedConfig, aux_layers: tuple[int, ...]) -> int:
+    """Parameters of target and draft, counted on tensors without memory."""
+    kernels = select_kernels("cpu", "reference")
+    target = load_target(
+        config.model_dir,
+        device="meta",
+        dtype=config.dtype,
+        kernels=kernels,
+        aux_layers=aux_layers,
+        load_format=config.load_format,
+    )
+    weights = list(target.parameters())
+    if config.draft_dir is not None:
+        draft = load_draft(
+            config.draft_dir,
+            target,
+            device="meta",
+            dtype=config.dtype,
+            kernels=kernels,
+            load_format=config.load_format,
+            overrides=draft_overrides(config),
+        )
+        assert isinstance(draft, torch.nn.Module)
+        weights += list(draft.parameters())
+    return sum(weight.numel() for weight in {id(w): w for w in weights}.values())

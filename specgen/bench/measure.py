@@ -1,0 +1,120 @@
+"""One measurement: the rows of a job through a warm engine, on a synchronised clock."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from specgen.bench.jobs import Job, make_rows
+from specgen.errors import ModelError
+from specgen.pipeline.engine import Engine
+from specgen.pipeline.request import PromptRow, RequestOutput
+from specgen.stats import SpeculationStats
+
+__all__ = ["Measurement", "measure", "synchronized_clock"]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Figures of one job; times in seconds, memory in bytes, ``batch`` rows at a time."""
+
+    job: Job
+    batch: int
+    num_input_tokens: int
+    num_output_tokens: int
+    num_steps: int
+    warmup_seconds: float
+    seconds: float
+    peak_memory: int
+    speculation: SpeculationStats
+
+    def to_dict(self) -> dict[str, Any]:
+        """The measurement's part of a line of output."""
+        num_prompts = len(self.job.lengths)
+        return {
+            "job": self.job.name,
+            "batch": self.batch,
+            "prompts": num_prompts,
+            "input_len": self.num_input_tokens / num_prompts,
+            "output_len": self.num_output_tokens / num_prompts,
+            "input_tokens": self.num_input_tokens,
+            "output_tokens": self.num_output_tokens,
+            "steps": self.num_steps,
+            "seconds": round(self.seconds, 4),
+            "tok_s": round(self.num_output_tokens / self.seconds, 1),
+            "mean_acceptance_length": self.speculation.mean_acceptance_length,
+            "draft_acceptance_rate": self.speculation.draft_acceptance_rate,
+            "faithful": self.speculation.faithful,
+            "warmup_s": round(self.warmup_seconds, 2),
+            "peak_memory_bytes": self.peak_memory,
+        }
+
+
+def measure(engine: Engine, job: Job, *, temperature: float, seed: int = 0) -> Measurement:
+    """Run the job twice, with other prompts of the same lengths; the second run counts.
+
+    The first compiles kernels and captures graphs for every batch size that occurs while rows end.
+
+    Raises:
+        ModelError: a row failed, so that there is nothing to measure.
+    """
+    vocab_size = engine.config.vocab_size
+    warmup = make_rows(job, vocab_size=vocab_size, temperature=temperature, seed=2 * seed)
+    rows = make_rows(job, vocab_size=vocab_size, temperature=temperature, seed=2 * seed + 1)
+    warmup_seconds, _, _ = _run(engine, warmup)
+    cuda = engine.config.device == "cuda"
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    seconds, outputs, num_steps = _run(engine, rows)
+    return Measurement(
+        job=job,
+        batch=job.batch or min(len(job.lengths), engine.config.max_num_seqs),
+        num_input_tokens=sum(len(output.prompt_token_ids) for output in outputs),
+        num_output_tokens=_count_output(job, outputs),
+        num_steps=num_steps,
+        warmup_seconds=warmup_seconds,
+        seconds=seconds,
+        peak_memory=torch.cuda.max_memory_allocated() if cuda else _host_peak(),
+        speculation=SpeculationStats.merged(output.stats for output in outputs),
+    )
+
+
+def synchronized_clock(device: str) -> float:
+    """Now (seconds), once the device has nothing left to do."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def _run(engine: Engine, rows: Sequence[PromptRow]) -> tuple[float, list[RequestOutput], int]:
+    outputs = []
+    steps_before = engine.num_steps
+    started = synchronized_clock(engine.config.device)
+    for output in engine.generate(rows):
+        outputs.append(output)
+    seconds = synchronized_clock(engine.config.device) - started
+    return seconds, outputs, engine.num_steps - steps_before
+
+
+def _count_output(job: Job, outputs: Sequence[RequestOutput]) -> int:
+    """Tokens generated, after a check that every row ran to its length.
+
+    Raises:
+        ModelError: one did not.
+    """
+    for output in outputs:
+        if output.error is not None:
+            raise ModelError(f"row {output.row.index} failed: {output.error.message}")
+    count = sum(len(choice.token_ids) for output in outputs for choice in output.choices)
+    assert count == job.num_output_tokens, (count, job.num_output_tokens)
+    return count
+
+
+def _host_peak() -> int:
+    """Most memory that the process ever held."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
