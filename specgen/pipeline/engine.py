@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from specgen.config import EngineConfig
 from specgen.errors import RequestError
 from specgen.kernels.batch_types import FINISH_ERROR, FINISH_STOP, RUNNING
@@ -50,8 +52,10 @@ class Engine:
         self._groups: dict[int, list[Request]] = {}  # by id of the first sample
         self._watchers: dict[int, StopStringWatcher] = {}  # by id of the request
         self._finished: deque[RequestOutput] = deque()  # not handed out yet
+        # The last row that ran out of memory by itself, and how far it had come.
+        self._failed_alone: tuple[Request, int] | None = None
+        self._num_memory_faults = 0
         self._num_generated_tokens = 0
-        self._num_steps = 0
         self._num_steps = 0
 
     @property
@@ -75,9 +79,9 @@ class Engine:
         return self._num_steps
 
     @property
-    def num_steps(self) -> int:
-        """Steps run so far, prefill and decode."""
-        return self._num_steps
+    def num_memory_faults(self) -> int:
+        """Steps that ran out of memory and were done again with less."""
+        return self._num_memory_faults
 
     @property
     def num_waiting(self) -> int:
@@ -159,11 +163,47 @@ class Engine:
         if scheduled is None:
             return
         self._num_steps += 1
-        self._apply_edits(scheduled)
-        if scheduled.chunks:
-            self._prefill(scheduled)
-        elif scheduled.decode:
-            self._decode(scheduled)
+        try:
+            self._apply_edits(scheduled)
+            if scheduled.chunks:
+                self._prefill(scheduled)
+            elif scheduled.decode:
+                self._decode(scheduled)
+        except torch.OutOfMemoryError:
+            pass  # and let go of the tensors that the error's frames hold
+        else:
+            self._scheduler.limits.step_succeeded()
+            return
+        self._make_room(scheduled)
+
+    def _make_room(self, scheduled: ScheduledStep) -> None:
+        """Undo a step that ran out of memory: its rows wait again, and fewer will run at a time.
+
+        Device rows may be half written; what the host knows of a row is enough to resume it. A row
+        that fails alone twice at the same token becomes an error row.
+        """
+        self._num_memory_faults += 1
+        self._pipeline.release_memory()
+        self.preempt_all()
+        requests = [chunk.request for chunk in scheduled.chunks] or list(scheduled.decode)
+        num_tokens = sum(chunk.num_tokens for chunk in scheduled.chunks)
+        if self._scheduler.limits.shrink(len(requests), num_tokens):
+            return
+        (request,) = requests
+        if self._failed_alone != (request, request.num_tokens):
+            self._failed_alone = (request, request.num_tokens)
+            return
+        self._failed_alone = None
+        self._scheduler.give_up(request)
+        request.finish_reason = "error"
+        request.error = RequestError(
+            "out_of_memory",
+            f"the row does not fit the memory at token {request.num_tokens}, even alone",
+            request.row.line,
+        )
+        output = self._finish(request)
+        if output is not None:
+            self._finished.append(output)
 
     def _apply_edits(self, scheduled: ScheduledStep) -> None:
         """The host's edits of device rows, in stream order before the step."""

@@ -60,6 +60,12 @@ class Pipeline:
         if self.graphs is not None:
             self.graphs.clear()
 
+    def release_memory(self) -> None:
+        """Give back all memory that is not in use by weights, caches and rows."""
+        self.forget_graphs()
+        if self.config.device == "cuda":
+            torch.cuda.empty_cache()
+
     def describe(self) -> dict[str, Any]:
         """Effective settings, JSON-ready."""
         return {

@@ -7,12 +7,14 @@ time; a decode step runs every admitted row.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from specgen.pipeline.block_manager import BlockManager
 from specgen.pipeline.request import Request
+from specgen.pipeline.step_limits import StepLimits
 
 
 @dataclass(frozen=True)
@@ -74,8 +76,7 @@ class Scheduler:
         self.running: list[Request] = []  # in order of admission
         self.num_prompt_tokens_shared = 0  # prompt tokens that needed no prefill
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
-        self._max_num_seqs = max_num_seqs
-        self._max_num_batched_tokens = max_num_batched_tokens
+        self.limits = StepLimits(max_num_seqs, max_num_batched_tokens)
         self._min_prefill_tokens = min_prefill_tokens
         self._num_speculative_tokens = num_speculative_tokens
 
@@ -110,15 +111,21 @@ class Scheduler:
             raise AssertionError("a waiting request does not fit an empty cache")
         return None
 
+    @property
+    def _num_free(self) -> int:
+        """Rows that may be admitted now."""
+        return self.limits.num_seqs - len(self.running) - len(self.prefilling)
+
     def _should_admit(self) -> bool:
-        if not self.waiting or not self._free_slots:
+        num_free = self._num_free
+        if not self.waiting or num_free <= 0:
             return False
         if not self.running:
             return True
-        if len(self._free_slots) * 4 >= self._max_num_seqs:
+        if num_free * 4 >= self.limits.num_seqs:
             return True
         num_tokens = 0
-        for request, _ in zip(self.waiting, self._free_slots, strict=False):
+        for request in itertools.islice(self.waiting, num_free):
             num_tokens += request.num_prefill_tokens
             if num_tokens >= self._min_prefill_tokens:
                 return True
@@ -128,10 +135,10 @@ class Scheduler:
         """Chunks of the rows that prefill, then of waiting ones, up to the token budget."""
         chunks: list[PrefillChunk] = []
         admitted: list[Request] = []
-        budget = self._max_num_batched_tokens
+        budget = self.limits.num_tokens
         for request in self.prefilling:
             budget -= self._add_chunk(chunks, request, budget)
-        while budget > 0 and self.waiting and self._free_slots and self._admit(self.waiting[0]):
+        while budget > 0 and self.waiting and self._num_free > 0 and self._admit(self.waiting[0]):
             request = self.waiting.popleft()
             admitted.append(request)
             # Scheduled before the next row is admitted: that one may share what this one writes.
@@ -209,6 +216,10 @@ class Scheduler:
         # Blocks are published when their step is scheduled; it may be the one that failed.
         self.blocks.forget_prefixes()
         return slots
+
+    def give_up(self, request: Request) -> None:
+        """Drop a waiting request for good."""
+        self.waiting.remove(request)
 
     def prefill_done(self, chunks: Iterable[PrefillChunk]) -> None:
         """Record the progress of a prefill step; completed requests start decoding."""
