@@ -12,7 +12,8 @@ from specgen.errors import ModelError
 
 __all__ = ["fetch_headers", "is_hub_id", "locate"]
 
-_TEXTS = ["*.json", "*.model", "*.txt", "*.jinja"]
+_TEXTS = ["*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
+_CODE = ["*.py"]
 _SAFETENSORS = ["model*.safetensors"]
 _PICKLES = ["pytorch_model*.bin"]
 # Copies of the weights in other formats stand in folders of their own.
@@ -28,12 +29,13 @@ def is_hub_id(name: str) -> bool:
     return not name.startswith((".", "/", "~")) and name.count("/") == 1
 
 
-def locate(name: str, revision: str | None = None) -> str:
+def locate(name: str, revision: str | None = None, *, with_code: bool = False) -> str:
     """Local directory of a checkpoint given by path or hub id; fetched where it is not cached.
 
     Args:
         name: a directory, or ``owner/name``.
         revision: branch, tag or commit of a hub id.
+        with_code: fetch the Python files too, for those who trust them.
 
     Raises:
         ModelError: it is neither a directory nor something the hub (or its cache) has.
@@ -44,9 +46,10 @@ def locate(name: str, revision: str | None = None) -> str:
         raise ModelError(
             f"{name}: no such model directory", "give a directory with config.json, or a hub id"
         )
-    directory = _snapshot(name, revision, [*_TEXTS, *_SAFETENSORS])
+    texts = [*_TEXTS, *_CODE] if with_code else _TEXTS
+    directory = _snapshot(name, revision, [*texts, *_SAFETENSORS])
     if not any(Path(directory).glob(_SAFETENSORS[0])):
-        directory = _snapshot(name, revision, [*_TEXTS, *_PICKLES])
+        directory = _snapshot(name, revision, [*texts, *_PICKLES])
     return directory
 
 
@@ -71,9 +74,7 @@ def fetch_headers(name: str, into: Path, revision: str | None = None) -> str:
         cached = _snapshot(name, revision, [*_TEXTS, *_SAFETENSORS, *_PICKLES], cached_only=True)
     except ModelError:
         cached = None
-    if cached is not None and any(
-        next(Path(cached).glob(pattern), None) for pattern in (*_SAFETENSORS, *_PICKLES)
-    ):
+    if cached is not None and _has_weights(Path(cached)):
         return cached
     texts = Path(_snapshot(name, revision, _TEXTS))
     for file in texts.iterdir():
@@ -144,8 +145,19 @@ def _snapshot(
             local_files_only=cached_only,
         )
     except Exception as error:  # the client's errors have no base of their own
-        raise _explain(name, revision, error) from error
+        # A snapshot may lack what nobody needs. What is needed, loading finds missing by name.
+        partial = getattr(error, "snapshot_path", None)
+        if partial is None or not _has_weights(Path(partial)):
+            raise _explain(name, revision, error) from error
+        path = partial
     return str(path)
+
+
+def _has_weights(directory: Path) -> bool:
+    patterns = (*_SAFETENSORS, *_PICKLES)
+    return (directory / "config.json").is_file() and any(
+        next(directory.glob(pattern), None) for pattern in patterns
+    )
 
 
 def _explain(name: str, revision: str | None, error: Exception) -> ModelError:

@@ -31,9 +31,7 @@ def resolve(config: EngineConfig) -> ResolvedConfig:
     """
     _check_revisions(config)
     device = _device(config)
-    model_dir = (
-        str(BUILTIN_TARGET) if config.model is None else locate(config.model, config.revision)
-    )
+    model_dir = str(BUILTIN_TARGET) if config.model is None else _locate(config.model, config)
     draft_dir = _draft_dir(config)
     model = read_model_config(model_dir, trust_remote_code=config.trust_remote_code)
     max_model_len = config.max_model_len or model.max_position_embeddings
@@ -55,7 +53,7 @@ def resolve(config: EngineConfig) -> ResolvedConfig:
     return ResolvedConfig(
         model_dir=model_dir,
         draft_dir=draft_dir if k else None,
-        tokenizer_dir=locate(config.tokenizer, config.revision) if config.tokenizer else model_dir,
+        tokenizer_dir=_locate(config.tokenizer, config) if config.tokenizer else model_dir,
         skip_tokenizer_init=config.skip_tokenizer_init,
         device=device,
         dtype=_dtype(config.dtype, device, model.dtype),
@@ -145,6 +143,10 @@ def ignored_generation_keys(model_dir: str | Path) -> dict[str, Any]:
         for key, neutral in _NOT_APPLIED.items()
         if data.get(key) is not None and data[key] not in neutral
     }
+
+
+def _locate(name: str, config: EngineConfig) -> str:
+    return locate(name, config.revision, with_code=config.trust_remote_code)
 
 
 def _check_revisions(config: EngineConfig) -> None:

@@ -30,6 +30,8 @@ for call in json.loads(sys.argv[1]):
     try:
         if call[0] == "locate":
             path = locate(*call[1:])
+        elif call[0] == "with code":
+            path = locate(call[1], with_code=True)
         else:
             specgen.hub._FIRST_BYTES = int(call[2])
             path = fetch_headers(call[1], Path(tempfile.mkdtemp(dir=sys.argv[2])))
@@ -43,7 +45,10 @@ for call in json.loads(sys.argv[1]):
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeHub]:
     root = tmp_path_factory.mktemp("hub")
     model = make_llama(root / "org" / "model", with_tokenizer=True, max_shard_size="200KB")
-    make_eagle3(root / "org" / "head", model)
+    for name in ("head", "bare"):
+        make_eagle3(root / "org" / name, model)
+    for name in ("head", "model"):
+        (root / "org" / name / "odd.py").write_text("raise SystemExit")
     make_eagle1(root / "org" / "pickled", model, as_bin=True)
     gated = make_eagle3(root / "org" / "gated", model)
     (gated / ".gated").touch()
@@ -103,8 +108,9 @@ def test_what_is_fetched_and_what_is_said(hub: FakeHub, tmp_path: Path) -> None:
         ["locate", "org/none"],
         ["locate", "org/model", "v9"],
         ["locate", "org/model", COMMIT],
+        ["with code", "org/head"],
     ]
-    model, pickled, gated, none, revision, commit = ask(hub, home, calls)
+    model, pickled, gated, none, revision, commit, trusted = ask(hub, home, calls)
     assert model[0] is not None
     assert COMMIT in model[0]
     assert {"config.json", "tokenizer.json", "model.safetensors.index.json"} < set(model[1])
@@ -117,19 +123,36 @@ def test_what_is_fetched_and_what_is_said(hub: FakeHub, tmp_path: Path) -> None:
     assert "org/none: no such model directory, and no such repository" in none[1]
     assert "org/model: has no revision 'v9'" in revision[1]
     assert commit[0] == model[0]
+    assert "odd.py" not in model[1]
+    assert "odd.py" in trusted[1]
     # What is cached needs no network; the rest says so.
-    offline = [["locate", "org/model"], ["locate", "org/head"], ["headers", "org/head", "1000"]]
+    offline = [["locate", "org/model"], ["locate", "org/bare"], ["headers", "org/bare", "1000"]]
     model_again, *absent = ask(hub, home, offline, HF_HUB_OFFLINE="1")
     assert model_again == model
     for path, text in absent:
         assert path is None
         assert "not complete in the hub's cache" in text
         assert "HF_HUB_OFFLINE is set" in text
-        assert "hf download org/head" in text
-    dead = [["locate", "org/model"], ["locate", "org/head"]]
+        assert "hf download org/bare" in text
+    dead = [["locate", "org/model"], ["locate", "org/bare"]]
     model_again, head = ask(hub, home, dead, HF_ENDPOINT="http://127.0.0.1:9")
     assert model_again == model
     assert "the hub cannot be reached" in head[1]
+
+
+def test_a_cache_that_lacks_what_nobody_needs_is_enough(hub: FakeHub, tmp_path: Path) -> None:
+    ((path, _),) = ask(hub, tmp_path, [["locate", "org/model"]])
+    assert path is not None
+    (Path(path) / "generation_config.json").unlink()
+    ((again, _),) = ask(hub, tmp_path, [["locate", "org/model"]], HF_HUB_OFFLINE="1")
+    assert again == path
+    # A shard that is missing is found by name when the checkpoint is opened.
+    shard = sorted(Path(path).glob("*.safetensors"))[1]
+    shard.unlink()
+    ((again, _),) = ask(hub, tmp_path, [["locate", "org/model"]], HF_HUB_OFFLINE="1")
+    assert again == path
+    with pytest.raises(ModelError, match=f"{shard.name}: missing"):
+        Checkpoint.open(path)
 
 
 def test_doctor_reads_headers_alone(hub: FakeHub, tmp_path: Path) -> None:
