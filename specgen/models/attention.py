@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ from specgen.models.layers import Linear, RMSNorm
 if TYPE_CHECKING:
     from specgen.kernels import Kernels
 
-__all__ = ["Attention", "AttentionMetadata", "KVCache"]
+__all__ = ["Attention", "AttentionMetadata", "KVCache", "attend"]
 
 KVCache = tuple[torch.Tensor, torch.Tensor]
 """Keys and values of one layer, each ``[num_blocks, block_size, num_kv_heads, head_dim]``."""
@@ -45,6 +45,65 @@ class AttentionMetadata:
     max_context_len: int
     query_start_loc: torch.Tensor | None = None
     """int32 ``[R + 1]`` for prefill."""
+
+
+def attend(
+    kernels: Any,
+    q: torch.Tensor,
+    kv_cache: KVCache,
+    metadata: AttentionMetadata,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> torch.Tensor:
+    """Attend over the cache in the form of the pass, decode or prefill.
+
+    Args:
+        kernels: the attention module of a :class:`specgen.kernels.Kernels`.
+        q: ``[T, Hq, D]``, contiguous.
+        kv_cache: one layer's, which holds the tokens' own entries already.
+        metadata: rows and positions of the pass.
+        scale: factor on the scores.
+        window: keys a token sees at most, its own included; 0: all.
+        softcap: bound on the scores, through a tanh; 0: none.
+
+    Returns:
+        As many numbers as q, token by token.
+    """
+    k_cache, v_cache = kv_cache
+    attended: torch.Tensor
+    if metadata.query_len:
+        attended = kernels.decode_attention(
+            q.view(-1, metadata.query_len, *q.shape[1:]),
+            k_cache,
+            v_cache,
+            metadata.block_tables,
+            metadata.slot_ids,
+            metadata.first_positions,
+            metadata.context_lens,
+            scale,
+            metadata.max_context_len,
+            window,
+            softcap,
+        )
+    else:
+        attended = kernels.prefill_attention(
+            q,
+            k_cache,
+            v_cache,
+            metadata.block_tables,
+            metadata.slot_ids,
+            metadata.query_start_loc,
+            metadata.first_positions,
+            metadata.context_lens,
+            scale,
+            metadata.max_query_len,
+            metadata.max_context_len,
+            window,
+            softcap,
+        )
+    return attended
 
 
 class Attention(nn.Module):
@@ -126,34 +185,9 @@ class Attention(nn.Module):
             self.num_heads,
             self.num_kv_heads,
         )  # [T, Hq, D]
-        if metadata.query_len:
-            attended = self._attention.decode_attention(
-                q.view(-1, metadata.query_len, self.num_heads, self.head_dim),
-                k_cache,
-                v_cache,
-                metadata.block_tables,
-                metadata.slot_ids,
-                metadata.first_positions,
-                metadata.context_lens,
-                self.scale,
-                metadata.max_context_len,
-                self.window,
-            )
-        else:
-            attended = self._attention.prefill_attention(
-                q,
-                k_cache,
-                v_cache,
-                metadata.block_tables,
-                metadata.slot_ids,
-                metadata.query_start_loc,
-                metadata.first_positions,
-                metadata.context_lens,
-                self.scale,
-                metadata.max_query_len,
-                metadata.max_context_len,
-                self.window,
-            )
+        attended = attend(
+            self._attention, q, kv_cache, metadata, scale=self.scale, window=self.window
+        )
         out: torch.Tensor = self.out(attended.reshape(x.shape[0], -1))
         return out
 

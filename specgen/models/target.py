@@ -10,21 +10,11 @@ import torch
 from specgen.models.attention import AttentionMetadata, KVCache
 from specgen.models.config import ModelConfig
 
-__all__ = ["TargetModel"]
+__all__ = ["CachedModel", "TargetModel"]
 
 
-class TargetModel(Protocol):
-    """A causal decoder over paged caches, with the features that drafts are fed."""
-
-    @property
-    def config(self) -> ModelConfig:
-        """Facts of its configuration."""
-        ...
-
-    @property
-    def aux_layers(self) -> tuple[int, ...]:
-        """Ascending boundaries ``0..num_layers`` whose streams :meth:`forward` returns."""
-        ...
+class CachedModel(Protocol):
+    """What a cache must know of a model, target or draft."""
 
     @property
     def num_layers(self) -> int:
@@ -39,6 +29,20 @@ class TargetModel(Protocol):
     @property
     def head_dim(self) -> int:
         """Size of a head."""
+        ...
+
+
+class TargetModel(CachedModel, Protocol):
+    """A causal decoder over paged caches, with the features that drafts are fed."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """Facts of its configuration."""
+        ...
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """Ascending boundaries ``0..num_layers`` whose streams :meth:`forward` returns."""
         ...
 
     @property

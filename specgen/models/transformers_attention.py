@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from specgen.errors import ModelError
-from specgen.models.attention import AttentionMetadata, KVCache
+from specgen.models.attention import AttentionMetadata, KVCache, attend
 
 if TYPE_CHECKING:
     from specgen.kernels import Kernels
@@ -98,39 +98,16 @@ class PagedPass:
         _write(key[0], k_cache, metadata.slot_mapping)
         _write(value[0], v_cache, metadata.slot_mapping)
         q = query[0].transpose(0, 1).contiguous()  # [T, Hq, D]
-        scale = head_dim**-0.5 if scale is None else scale
-        if metadata.query_len:
-            out = self.kernels.attention.decode_attention(
-                q.view(-1, metadata.query_len, num_heads, head_dim),
-                k_cache,
-                v_cache,
-                metadata.block_tables,
-                metadata.slot_ids,
-                metadata.first_positions,
-                metadata.context_lens,
-                scale,
-                metadata.max_context_len,
-                window,
-                softcap,
-            )
-        else:
-            out = self.kernels.attention.prefill_attention(
-                q,
-                k_cache,
-                v_cache,
-                metadata.block_tables,
-                metadata.slot_ids,
-                metadata.query_start_loc,
-                metadata.first_positions,
-                metadata.context_lens,
-                scale,
-                metadata.max_query_len,
-                metadata.max_context_len,
-                window,
-                softcap,
-            )
-        attended: torch.Tensor = out.reshape(1, -1, num_heads, head_dim)
-        return attended
+        out = attend(
+            self.kernels.attention,
+            q,
+            (k_cache, v_cache),
+            metadata,
+            scale=head_dim**-0.5 if scale is None else scale,
+            window=window,
+            softcap=softcap,
+        )
+        return out.reshape(1, -1, num_heads, head_dim)
 
 
 def _write(heads: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:

@@ -3,35 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from specgen.errors import EnvironmentProblem
+from specgen.models.attention import KVCache
+from specgen.models.target import CachedModel
 
-KVCache = tuple[torch.Tensor, torch.Tensor]
+__all__ = [
+    "CachedModel",
+    "KVCache",
+    "KVCaches",
+    "allocate",
+    "block_bytes",
+    "cache_bytes",
+    "num_blocks_that_fit",
+]
 
 _CPU_CACHE_BYTES = 2 << 30
 _GPU_RESERVE_BYTES = 1 << 30  # kernels, graph pools, fragmentation
-
-
-class CachedModel(Protocol):
-    """What the cache must know of a model."""
-
-    @property
-    def num_layers(self) -> int:
-        """Layers with a cache."""
-        ...
-
-    @property
-    def num_kv_heads(self) -> int:
-        """Key and value heads of a layer."""
-        ...
-
-    @property
-    def head_dim(self) -> int:
-        """Size of a head."""
-        ...
 
 
 @dataclass(frozen=True)
