@@ -16,6 +16,8 @@ class FakeEngine:
     A prompt "fail" gives an error row; "crash" raises; the text of others is the prompt reversed.
     """
 
+    num_memory_faults = 0
+
     def __init__(self, window: int = 4) -> None:
         self.window = window
         self.seen: list[PromptRow] = []

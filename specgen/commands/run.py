@@ -179,6 +179,11 @@ def _drive(options: RunOptions, job: Job) -> None:
     job.run(engine, read_rows(options.inputs, read, job.writer.keep))
     seconds = job.stats.elapsed()
     job.display.close()
+    if engine.num_memory_faults:
+        job.display.warn(
+            f"memory ran out in {engine.num_memory_faults:,} steps, done again with fewer rows",
+            "give a smaller --max-num-seqs or --max-num-batched-tokens",
+        )
     if not job.num_rows:
         job.display.warn("the input holds no rows")
     with job.interrupts.held():
