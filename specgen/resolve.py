@@ -79,8 +79,8 @@ def resolve(config: EngineConfig) -> ResolvedConfig:
         draft_norm_before_residual=config.draft_norm_before_residual,
         seed=config.seed,
         overlong=config.overlong,
-        # A model that transformers runs may wait for the host anywhere: nothing to capture.
         prefix_caching=config.prefix_caching,
+        # A model that transformers runs may wait for the host anywhere: nothing to capture.
         cuda_graphs=config.cuda_graphs and device == "cuda" and model.backend == "native",
         eos_token_ids=_eos_token_ids(model_dir, model.eos_token_ids),
         vocab_size=model.vocab_size,

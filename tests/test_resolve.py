@@ -56,6 +56,16 @@ def test_the_built_in_draft_stays_with_the_built_in_target(tmp_path: Path) -> No
     assert resolve(EngineConfig(model=write_model(tmp_path), device="cpu")).draft_dir is None
 
 
+def test_scaled_ropes_carry_a_model_past_its_positions(tmp_path: Path) -> None:
+    rope = {"rope_type": "dynamic", "factor": 3.0}
+    model = write_model(tmp_path, rope_scaling=rope)
+    assert resolve(EngineConfig(model=model, device="cpu")).max_model_len == 128
+    longest = resolve(EngineConfig(model=model, device="cpu", max_model_len=384))
+    assert longest.max_model_len == 384
+    with pytest.raises(UsageError, match="--max-model-len 385 is beyond the model's 384"):
+        resolve(EngineConfig(model=model, device="cpu", max_model_len=385))
+
+
 def test_a_length_beyond_the_model_is_refused_with_the_limit(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--max-model-len 129 is beyond the model's 128"):
         resolve(EngineConfig(model=write_model(tmp_path), device="cpu", max_model_len=129))

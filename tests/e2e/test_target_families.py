@@ -9,7 +9,7 @@ import pytest
 import torch
 from e2e.engines import PLAIN_HEAD, TEXT, TEXT_VOCAB
 from e2e.harness import make_row, run_all, tokens_of
-from models.tiny import make_eagle1, make_eagle3, make_target
+from models.tiny import edit_config, make_eagle1, make_eagle3, make_target
 
 from specgen.config import EngineConfig
 from specgen.pipeline.engine import Engine
@@ -38,6 +38,15 @@ TARGETS: dict[str, tuple[str, dict[str, Any], bool]] = {
     "mixtral": ("mixtral", WINDOW, True),
     "yarn": ("llama", {"rope_parameters": YARN}, True),
     "longrope": ("llama", {"rope_parameters": LONGROPE}, True),
+    # Rows go on past the model's own positions, as far as the rope carries them.
+    "linear": (
+        "llama",
+        {
+            "max_position_embeddings": 32,
+            "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
+        },
+        True,
+    ),
     # Through transformers:
     "cohere": ("cohere", {"logit_scale": 0.5}, False),
     "gemma2": ("gemma2", {**WINDOW, "attn_logit_softcapping": 2.0}, False),
@@ -116,3 +125,27 @@ def test_greedy_tokens_equal_transformers(tmp_path: Path, name: str) -> None:
             stats = [choice.stats for output in outputs for choice in output.choices]
             accepted = sum(part.num_accepted_draft_tokens for part in stats)
             assert 10 < accepted < sum(part.num_draft_tokens for part in stats)
+
+
+def test_a_dynamic_rope_is_the_rope_of_the_longest_row(tmp_path: Path) -> None:
+    """Its base is that of rows of max_model_len, whatever the row: a plain rope of another base."""
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 3.0}
+    path = make_target(
+        tmp_path / "target",
+        with_tokenizer=True,
+        max_position_embeddings=32,
+        rope_parameters=rope,
+        **TEXT,
+    )
+    rows = [
+        make_row(i, prompt, temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+        for i, prompt in enumerate(prompts())
+    ]
+    engine = Engine(EngineConfig(model=str(path), device="cpu", dtype="float32", max_model_len=80))
+    tokens = tokens_of(run_all(engine, rows, preempt_seed=3))
+    assert "max_model_len 80" in engine.describe()["target_notes"][0]
+    base = 1e4 * (3.0 * 80 / 32 - 2.0) ** (16 / 14)
+    edit_config(path, rope_parameters={"rope_type": "default", "rope_theta": base})
+    assert tokens == greedy(path)
+    edit_config(path, rope_parameters={"rope_type": "default", "rope_theta": 1e4})
+    assert tokens != greedy(path)
