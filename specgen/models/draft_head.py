@@ -73,9 +73,9 @@ def describe_rope(layer: dict[str, Any]) -> str:
     return f"rope theta {rope.theta:g}{kind}"
 
 
-def layer_notes(layer: dict[str, Any]) -> tuple[str, ...]:
-    """What a user should know of a parsed layer's reach, one sentence each."""
-    notes = []
+def layer_notes(source: DraftSource, layer: dict[str, Any]) -> tuple[str, ...]:
+    """What a user should know of a head's origin and its layer's reach, one sentence each."""
+    notes = [] if source.made_for is None else [f"the head says that it is for {source.made_for}"]
     if layer["position_limit"] is not None:
         notes.append(
             f"the head's {layer['rope'].rope_type} rope ends at position "

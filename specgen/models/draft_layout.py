@@ -56,6 +56,8 @@ class DraftSource:
     """Official prefix -> stored prefix, longest first where several fit."""
     unused: frozenset[str] = frozenset()
     """Stored tensors (official names) that the layout keeps and nothing reads."""
+    made_for: str | None = None
+    """The target that the checkpoint names as its own."""
 
     @property
     def defaults_are_known(self) -> bool:
@@ -105,6 +107,7 @@ def _speculators_eagle3(
         reader=_flattened(reader),
         tensors=_official(tensors, renamed),
         renamed=renamed,
+        made_for=_verifier(reader),
     )
 
 
@@ -127,7 +130,13 @@ def _speculators_eagle1(
         reader=_flattened(reader, bias=reader.flag("fusion_bias")),
         tensors=_official(tensors, renamed),
         renamed=renamed,
+        made_for=_verifier(reader),
     )
+
+
+def _verifier(reader: ConfigReader) -> str | None:
+    name = reader.section("speculators_config").section("verifier").get("name_or_path")
+    return name if isinstance(name, str) and name else None
 
 
 def _flattened(reader: ConfigReader, **more: Any) -> ConfigReader:

@@ -74,7 +74,7 @@ def parse_eagle1_config(
         notes=(
             f"EAGLE-1 head ({source.origin} layout), features behind the target's final norm, "
             f"{drafted}{describe_rope(layer)}",
-            *layer_notes(layer),
+            *layer_notes(source, layer),
         ),
     )
 

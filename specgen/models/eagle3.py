@@ -98,7 +98,7 @@ def parse_eagle3_config(
         notes=(
             f"EAGLE-3 head ({source.origin} layout), {features}, {draft_vocab_size} of "
             f"{vocab_size} tokens drafted, {describe_rope(layer)}{feedback}{residual}",
-            *layer_notes(layer),
+            *layer_notes(source, layer),
         ),
     )
 

@@ -138,6 +138,15 @@ def test_a_head_whose_rope_ends_drafts_no_further(
     assert drafted == {0, 1, 2, 3}
 
 
+def test_a_length_of_training_is_no_limit(
+    checkpoints: dict[str, Path], official: dict[str, list[RequestOutput]], tmp_path: Path
+) -> None:
+    head = Path(shutil.copytree(checkpoints["text-eagle3"], tmp_path / "head"))
+    edit_config(head, max_position_embeddings=8)
+    outputs = run_all(engine(checkpoints["text"], head), rows())
+    assert histogram_of(outputs) == histogram_of(official["eagle3"])
+
+
 def test_settings_replace_what_a_configuration_says(
     checkpoints: dict[str, Path], official: dict[str, list[RequestOutput]], tmp_path: Path
 ) -> None:

@@ -18,10 +18,30 @@ def rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * weight
 
 
-def rotate(x: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Tensor:
+def llama3(frequency: float, rope: dict[str, Any]) -> float:
+    """Llama 3.1: long waves are slowed by the factor, short ones kept, those between blended."""
+    length = rope["original_max_position_embeddings"]
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    wave = 2 * math.pi / frequency
+    if wave < length / high:
+        return frequency
+    if wave > length / low:
+        return frequency / rope["factor"]
+    kept = (length / wave - low) / (high - low)
+    return (1 - kept) * frequency / rope["factor"] + kept * frequency
+
+
+def rotate(
+    x: torch.Tensor, positions: torch.Tensor, theta: float, rope: dict[str, Any]
+) -> torch.Tensor:
     """Rotate the halves of ``[n, heads, D]`` as complex numbers."""
     half = x.shape[-1] // 2
     frequencies = theta ** (-torch.arange(half, dtype=torch.float64) / half)
+    if rope.get("rope_type") == "llama3":
+        scaled = [llama3(frequency, rope) for frequency in frequencies.tolist()]
+        frequencies = torch.tensor(scaled, dtype=torch.float64)
+    if rope.get("rope_type") == "linear":
+        frequencies = frequencies / rope["factor"]
     angles = positions.double()[:, None] * frequencies  # [n, D/2]
     turn = torch.polar(torch.ones_like(angles), angles)[:, None]
     number = torch.complex(x[..., :half].double(), x[..., half:].double()) * turn
@@ -46,8 +66,9 @@ def attention(
         return y if weight is None else rms(y, weight, config["rms_norm_eps"])
 
     positions = torch.arange(n)
-    q = rotate(normed("q", project("q", heads)), positions, theta)
-    k = rotate(normed("k", project("k", kv_heads)), positions, theta)
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    q = rotate(normed("q", project("q", heads)), positions, theta, rope)
+    k = rotate(normed("k", project("k", kv_heads)), positions, theta, rope)
     v = project("v", kv_heads)
     unseen = positions[:, None] < positions
     if config.get("sliding_window"):

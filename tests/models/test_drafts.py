@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import torch
 from models import layouts, straight_line
 from models.paged import Paged
-from models.tiny import load_state, make_eagle1, make_eagle3, make_target
+from models.tiny import load_state, make_eagle1, make_eagle3, make_target, save_state
 
 from specgen.kernels import select_kernels
 from specgen.models.decoder import Decoder
@@ -47,6 +48,14 @@ class Case:
 
 
 EAGLE_IDS = "eagle_aux_hidden_state_layer_ids"
+# All three bands of the frequencies occur below the tests' lengths.
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 60,
+}
 TOKEN_MAP = torch.randperm(96, generator=torch.Generator().manual_seed(3))[:60]
 CASES = {
     "eagle1": Case(make_eagle1, {}, None),
@@ -151,6 +160,17 @@ CASES = {
         make_eagle3,
         {"sliding_window": 6, "layer_types": ["sliding_attention"]},
         restyle=layouts.to_speculators,
+    ),
+    "speculators_llama3_rope": Case(
+        make_eagle3,
+        {"rope_parameters": None, "rope_theta": 500.0, "rope_scaling": LLAMA3_ROPE},
+        theta=500.0,
+        restyle=layouts.to_speculators,
+    ),
+    "eagle3_linear_rope": Case(
+        make_eagle3,
+        {"rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 200.0}},
+        theta=200.0,
     ),
     "speculators_eagle1": Case(make_eagle1, {}, None, restyle=layouts.to_speculators_eagle1),
     "speculators_eagle1_no_bias": Case(
@@ -396,6 +416,19 @@ def test_an_embedding_stored_twice_is_kept_once(
     draft = load_draft(same, target, device="cpu", kernels=KERNELS)
     assert isinstance(draft, torch.nn.Module)
     assert draft.embed_weight.data_ptr() == target.embed_weight.data_ptr()
+    assert not caplog.records
+    state = load_state(same)
+    state["embed_tokens.weight"][3:5] *= 1e-5
+    tiny = {"model.embed_tokens.weight": state["embed_tokens.weight"].bfloat16().float()}
+    other = shutil.copytree(targets["llama"], tmp_path / "target")
+    save_state(other, load_state(other) | tiny)
+    state["embed_tokens.weight"] = tiny["model.embed_tokens.weight"].half()
+    save_state(same, state)
+    rounded = load_target(other, device="cpu", kernels=KERNELS)
+    assert not torch.equal(state["embed_tokens.weight"].float(), rounded.embed_weight)
+    draft = load_draft(same, rounded, device="cpu", kernels=KERNELS)
+    assert isinstance(draft, torch.nn.Module)
+    assert draft.embed_weight.data_ptr() == rounded.embed_weight.data_ptr()
     assert not caplog.records
     own = make_eagle1(tmp_path / "own", targets["llama"], store_embedding="own")
     draft = load_draft(own, target, device="cpu", kernels=KERNELS)
