@@ -17,6 +17,8 @@ __all__ = ["RefusedError", "kind_of", "parse_object"]
 
 # Beyond these a JSON number is no longer an integer to most readers of the output.
 _INT_MIN, _INT_MAX = -(2**63), 2**64 - 1
+#: Objects and lists within each other; parsers and encoders give up at different depths.
+MAX_DEPTH = 200
 _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -34,9 +36,27 @@ def parse_object(data: bytes) -> dict[str, Any]:
     Raises:
         RefusedError: it holds anything else.
     """
-    quick = fast_json.parse(data)
-    if quick is not None:
-        return quick
+    value = fast_json.parse(data)
+    if value is None:
+        value = _parse_strictly(data)
+    if data.count(b"[") + data.count(b"{") > MAX_DEPTH:
+        _check_depth(value)
+    return value
+
+
+def _check_depth(value: Any) -> None:
+    """Refuse what could be read, but not be written again inside an output line."""
+    stack = [(value, 1)]
+    while stack:
+        item, depth = stack.pop()
+        if depth > MAX_DEPTH:
+            raise RefusedError("invalid_json", "line is nested too deeply")
+        for inner in item.values() if isinstance(item, dict) else item:
+            if isinstance(inner, dict | list):
+                stack.append((inner, depth + 1))
+
+
+def _parse_strictly(data: bytes) -> dict[str, Any]:
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
