@@ -153,48 +153,52 @@ def _wrapped(reader: ConfigReader, tensors: Mapping[str, TensorInfo] | None) -> 
     inner = reader.section("model").data
     outer = {k: v for k, v in reader.data.items() if k not in _WRAPPER_KEYS and v is not None}
     flat = ConfigReader({**inner, **outer}, reader.source)
-    for key, plain in (
-        ("add_para_norm", False),
-        ("skip_prenorm", True),
-        ("skip_output_norm", True),
-    ):
-        if flat.flag(key, plain) is not plain:
+    _refuse_norms(flat)
+    renamed = _wrapped_names(tensors or ())
+    source = _by_tensors(flat, _official(tensors, renamed), "wrapped")
+    wrapper = replace(source, renamed=renamed)
+    return replace(
+        source,
+        renamed=renamed | {o: wrapper.stored_name(n) for o, n in source.renamed.items()},
+        unused=_stepped_over(source) if source.layout == "eagle1" else frozenset(),
+    )
+
+
+def _refuse_norms(reader: ConfigReader) -> None:
+    """Refuse the variants of vLLM's that have norms where EAGLE-1 has none."""
+    plain = {"add_para_norm": False, "skip_prenorm": True, "skip_output_norm": True}
+    for key, value in plain.items():
+        if reader.flag(key, value) is not value:
             raise ModelError(
-                f'{reader.source}: "{key}" is {not plain}: a wrapped head with norms that EAGLE-1 '
+                f'{reader.source}: "{key}" is {not value}: a wrapped head with norms that EAGLE-1 '
                 "does not have is not supported",
                 hint=SUPPORTED,
             )
-    prefix = ""
-    for candidate in ("model.model.", "model."):
-        if any(
-            n.startswith((f"{candidate}layers.", f"{candidate}midlayer.")) for n in tensors or ()
-        ):
-            prefix = candidate
-            break
+
+
+def _wrapped_names(names: Iterable[str]) -> dict[str, str]:
+    """Official prefix -> stored prefix of a wrapped head, which may have its names below others."""
+    names = tuple(names)
     renamed: dict[str, str] = {}
-    if prefix:
-        renamed = {stack: prefix + stack for stack in ("layers.", "midlayer.", "embed_tokens.")}
-        renamed["norm."] = f"{prefix}norm."
-    if "model.lm_head.weight" in (tensors or ()):
+    for prefix in ("model.model.", "model."):
+        if any(name.startswith((f"{prefix}layers.", f"{prefix}midlayer.")) for name in names):
+            stacks = ("layers.", "midlayer.", "embed_tokens.", "norm.")
+            renamed = {stack: prefix + stack for stack in stacks}
+            break
+    for bare in ("embed_tokens.", "norm."):
+        if f"{bare}weight" in names:
+            renamed.pop(bare, None)
+    if "model.lm_head.weight" in names:
         renamed["lm_head."] = "model.lm_head."
-    for name in ("embed_tokens.", "norm."):
-        if f"{name}weight" in (tensors or ()):
-            renamed.pop(name, None)
-    source = _by_tensors(flat, _official(tensors, renamed), "wrapped")
-    # vLLM keeps them for its own tests and steps over them.
-    kept = ("layers.0.input_layernorm.weight", "norm.weight")
-    unused = frozenset(n for n in kept if n in (source.tensors or ())) | (
-        {"token_map"} & set(source.tensors or ()) if not _is_truncated(flat) else frozenset()
-    )
-    wrapper = DraftSource(
-        layout=source.layout, origin="wrapped", reader=flat, tensors=None, renamed=renamed
-    )
-    return replace(
-        wrapper,
-        tensors=source.tensors,
-        renamed=renamed | {o: wrapper.stored_name(n) for o, n in source.renamed.items()},
-        unused=unused if source.layout == "eagle1" else frozenset(),
-    )
+    return renamed
+
+
+def _stepped_over(source: DraftSource) -> frozenset[str]:
+    """Tensors of a wrapped head that vLLM kept for its own tests, or reads under other settings."""
+    kept = {"layers.0.input_layernorm.weight", "norm.weight"}
+    if not _is_truncated(source.reader):
+        kept.add("token_map")
+    return frozenset(kept & set(source.tensors or ()))
 
 
 def _is_truncated(reader: ConfigReader) -> bool:
