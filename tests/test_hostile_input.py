@@ -56,6 +56,7 @@ LINES: list[tuple[bytes, str | None]] = [
     (b'{"prompt": "a", "n": true}', "invalid_value"),
     (b"null", "not_an_object"),
     (b'"text"', "not_an_object"),
+    (b'"\\ud800"', "not_an_object"),
     (b'{"prompt": "a"', "invalid_json"),
     (b'{"prompt": "a"} {"prompt": "b"}', "invalid_json"),
     (b"\x00" * 300, "invalid_json"),

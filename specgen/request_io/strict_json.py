@@ -155,7 +155,9 @@ def kind_of(value: Any) -> str:
     if isinstance(value, list):
         return "a list"
     if isinstance(value, str):
-        return "a string" if len(value) > 40 else json.dumps(value, ensure_ascii=False)
+        # A line that is no object is refused before its surrogates are.
+        text = json.dumps(_printable(value), ensure_ascii=False)
+        return "a string" if len(value) > 40 else text
     return json.dumps(value)
 
 

@@ -83,7 +83,7 @@ class KillJob:
 
     def kill(self, moment: str) -> bool:
         """Start it and kill it at such a moment; False if it was done before that."""
-        size = self.partial.stat().st_size if self.partial.exists() else 0
+        before = self.whole_lines()
         faults: dict[str, Any] = {}
         if moment == "mid-write":
             faults = {"kill_write": self.noise.randrange(60)}
@@ -95,7 +95,7 @@ class KillJob:
             process.send_signal(signal.SIGKILL)
         elif not faults:
             more = 1 if moment == "first rows" else self.noise.randrange(2_000, 40_000)
-            while process.poll() is None and not self._has_grown(size + more):
+            while process.poll() is None and not self._has_grown(len(before) + more):
                 time.sleep(0.005)
             time.sleep(self.noise.uniform(0, 0.1))
             process.send_signal(signal.SIGKILL)
@@ -104,24 +104,25 @@ class KillJob:
         if process.returncode != -signal.SIGKILL:
             return False
         self.kills[moment] = self.kills.get(moment, 0) + 1
-        self.check(size)
+        self.check(before)
         return True
 
     def _has_grown(self, size: int) -> bool:
         return self.partial.exists() and self.partial.stat().st_size >= size
 
-    def check(self, size_before: int) -> None:
+    def whole_lines(self) -> bytes:
+        """What the partial output holds, without a torn line at its end."""
+        data = self.partial.read_bytes() if self.partial.exists() else b""
+        return data[: data.rfind(b"\n") + 1]
+
+    def check(self, before: bytes) -> None:
         """Nothing that was finished is gone, and whole lines are valid and of different rows."""
         if self.out.exists():
             return
-        if not self.partial.exists():
-            assert not size_before
-            return
-        data = self.partial.read_bytes()
-        whole = data[: data.rfind(b"\n") + 1]
-        assert len(data) >= size_before
-        indices = [json.loads(line)["index"] for line in whole.splitlines()]
-        assert len(indices) == len(set(indices))
+        now = self.whole_lines()
+        assert now.startswith(before), "finished rows were lost"
+        indices = [json.loads(line)["index"] for line in now.splitlines()]
+        assert len(indices) == len(set(indices)), "a row is there twice"
 
     def clear(self) -> None:
         """Remove everything but the input."""

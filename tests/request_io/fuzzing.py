@@ -35,6 +35,7 @@ CORPUS: Sequence[bytes] = [
     b'{"prompt": NaN}', b'{"prompt": "a", "x": 1e999}',
     b'{"prompt": "a", "x": 123456789012345678901}',
     b'{"prompt": "a", "prompt": "b"}', b'{"prompt": "\\ud800"}', b'{"prompt": "\xff\xfe"}',
+    b'"\\ud800"',
     b'{"prompt": "a\x00b"}', b'{"prompt": "a\\u0000b"}', b'\xef\xbb\xbf{"prompt": "bom"}',
     b'{"prompt": "cr"}\r', b"\r", b"{}", b"[]", b"null", b"0", b'""', b"\x00" * 20, b"{" * 300,
     b'{"prompt": "a", "x": ' + b"[" * 150 + b"]" * 150 + b"}",
