@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 __all__ = ["examine_pair"]
 
 _Found = TypeVar("_Found")
-_GIB = 2**30
 _LENGTHS = (2048, 8192, 32768)
 
 
@@ -119,17 +118,26 @@ def _try(section: str, name: str, look: Callable[[], _Found]) -> _Found:
 
 
 def _facts(section: str, config: Any) -> Iterator[Finding]:
-    """The fields of a frozen config, nested ones left out where they hold nothing."""
-    for name, value in asdict(config).items():
-        if value in (None, (), [], {}, "", frozenset()) or name == "notes":
+    """The fields of a frozen config that hold something."""
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if value in (None, (), [], {}, "", frozenset()) or field.name == "notes":
             continue
-        if isinstance(value, dict):
-            value = ", ".join(f"{k}={v}" for k, v in value.items() if v not in (None, (), ""))
-        elif isinstance(value, frozenset):
-            value = ", ".join(sorted(map(str, value)))
+        if is_dataclass(value):
+            value = _listed(value)
         elif isinstance(value, tuple | list):
             value = ", ".join(map(str, value))
-        yield Finding(section, name, str(value))
+        yield Finding(section, field.name, str(value))
+
+
+def _listed(config: Any) -> str:
+    """A nested config: its first two fields, which say what it is, and what is not as usual."""
+    pairs = [(field, getattr(config, field.name)) for field in fields(config)]
+    return ", ".join(
+        f"{field.name}={value}"
+        for i, (field, value) in enumerate(pairs)
+        if i < 2 or value != field.default
+    )
 
 
 def _tokenizer(config: ResolvedConfig) -> Iterator[Finding]:
@@ -220,7 +228,7 @@ def _memory(
 
     dtype, device = getattr(torch, config.dtype), torch.device(config.device)
     for name, count in num_parameters.items():
-        size = _gib(count * dtype.itemsize)
+        size = _size(count * dtype.itemsize)
         yield Finding("memory", f"{name} weights", f"{size}: {count:,} in {config.dtype}")
     cached: list[Any] = [target] if head is None else [target, head]
     block = sum(block_bytes(model, config.block_size, dtype) for model in cached)
@@ -229,7 +237,7 @@ def _memory(
     yield Finding(
         "memory",
         "working memory",
-        f"{_gib(working)} for steps of {config.max_num_batched_tokens} prompt tokens or "
+        f"{_size(working)} for steps of {config.max_num_batched_tokens} prompt tokens or "
         f"{config.max_num_seqs} rows",
     )
     yield Finding("memory", "cache of a token", f"{block // config.block_size / 1024:.1f} KiB")
@@ -244,7 +252,7 @@ def _memory(
         row = -(-(length + lookahead) // config.block_size) * block
         rows = max(room, 0) // row
         asked = min(rows, config.max_num_seqs)
-        text = f"{_gib(row)} a row; {asked} of {config.max_num_seqs} rows fit at a time"
+        text = f"{_size(row)} a row; {asked} of {config.max_num_seqs} rows fit at a time"
         if rows:
             yield Finding("memory", f"rows of {length} tokens", text)
             continue
@@ -256,7 +264,7 @@ def _memory(
         text = f"{', '.join(map(str, too_long))}: beyond the {limit} tokens of a row"
         yield Finding("memory", "lengths", text, "note")
     if device.type == "cpu" and weights > _available_memory():
-        text = f"{_gib(weights)} of weights, {_gib(_available_memory())} of memory available"
+        text = f"{_size(weights)} of weights, {_size(_available_memory())} of memory available"
         yield Finding("memory", "machine", text, "problem", "use a machine with more memory")
 
 
@@ -315,5 +323,5 @@ def _available_memory() -> int:
     return 2**63
 
 
-def _gib(size: int) -> str:
-    return f"{size / _GIB:.2f} GiB" if size >= _GIB // 100 else f"{size / 2**20:.2f} MiB"
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.2f} MiB"

@@ -211,6 +211,20 @@ def test_a_tokenizer_of_another_vocabulary(pair: tuple[Path, Path], tmp_path: Pa
     assert "120 tokens, the model's embedding 96" in problem.value
 
 
+def test_a_target_that_transformers_runs(tmp_path: Path) -> None:
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    config = GPTNeoXConfig(vocab_size=96, num_hidden_layers=3, max_position_embeddings=64, **sizes)
+    GPTNeoXForCausalLM(config).save_pretrained(tmp_path)
+    write_tokenizer(tmp_path, 96)
+    found = look(tmp_path)
+    assert found["target", "backend"].value == "transformers"
+    count = sum(tensor.numel() for tensor in load_state(tmp_path).values())
+    assert f"{count:,} in float32" in found["memory", "target weights"].value
+    assert not [f for f in found.values() if f.status == "problem"]
+
+
 def fake_torch(bf16: bool) -> Any:
     facts = SimpleNamespace(name="H200", major=9, minor=0)
     cuda = SimpleNamespace(
