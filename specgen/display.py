@@ -15,11 +15,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TextIO, cast
 
 from specgen.acceptance_view import acceptance_table, figure, new_table, percent
+from specgen.live_view import duration, eta, live_view, settings_view
 from specgen.stats import RunStats
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.progress import Progress, TaskID
+    from rich.console import Console, RenderableType
+    from rich.live import Live
     from rich.table import Table
 
 __all__ = ["Display", "ProgressKind", "create_display", "format_value", "progress_line"]
@@ -28,7 +29,6 @@ ProgressKind = Literal["auto", "rich", "plain", "json", "none"]
 
 _PLAIN_SECONDS = 5.0
 _MAX_WARNINGS = 10
-_BAR = 24
 
 
 class Display(Protocol):
@@ -112,18 +112,6 @@ def format_value(value: object) -> str:
     return str(value)
 
 
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def _eta(stats: RunStats, total: int | None, seconds: float) -> float | None:
-    if total is None or not stats.rows_done:
-        return None
-    return seconds / stats.rows_done * max(total - stats.rows_done, 0)
-
-
 def progress_line(stats: RunStats, total: int | None) -> str:
     """Where a run stands, in one line."""
     seconds = stats.elapsed()
@@ -134,10 +122,10 @@ def progress_line(stats: RunStats, total: int | None) -> str:
     length = stats.speculation.mean_acceptance_length
     if length is not None:
         parts.append(f"acceptance length {length:.2f}")
-    eta = _eta(stats, total, seconds)
-    parts.append(f"{_duration(seconds)} elapsed")
-    if eta is not None:
-        parts.append(f"{_duration(eta)} left")
+    left = eta(stats, total, seconds)
+    parts.append(f"{duration(seconds)} elapsed")
+    if left is not None:
+        parts.append(f"{duration(left)} left")
     return ", ".join(parts)
 
 
@@ -287,7 +275,7 @@ class JsonDisplay(PlainDisplay):
             tokens_per_s=stats.completion_tokens / max(seconds, 1e-9),
             mean_acceptance_length=stats.speculation.mean_acceptance_length,
             elapsed_s=seconds,
-            eta_s=_eta(stats, self._total, seconds),
+            eta_s=eta(stats, self._total, seconds),
         )
 
     def summary(self, stats: RunStats, seconds: float) -> None:
@@ -297,59 +285,43 @@ class JsonDisplay(PlainDisplay):
 
 
 class RichDisplay(TextDisplay):
-    """A live line with a bar."""
+    """Two live lines, redrawn a few times a second whatever the rate of rows."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(stream)
-        self._progress: Progress | None = None
-        self._task: TaskID | None = None
+        self._stats: RunStats | None = None
+        self._live: Live | None = None
 
     def start(self, settings: Mapping[str, Any], total: int | None) -> None:
-        """Print the settings and open the live line."""
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            Progress,
-            TextColumn,
-            TimeElapsedColumn,
-            TimeRemainingColumn,
-        )
+        """Print the settings and open the live lines."""
+        from rich.live import Live
 
-        super().start(settings, total)
-        self._progress = Progress(
-            BarColumn(_BAR),
-            MofNCompleteColumn(),
-            TextColumn("rows{task.fields[failed]}"),
-            TextColumn("{task.fields[speed]} tok/s"),
-            TextColumn("acceptance length {task.fields[length]}"),
-            TimeElapsedColumn(),
-            TextColumn("ETA"),
-            TimeRemainingColumn(),
+        self._total = total
+        self._console.print(settings_view(settings, self._console, format_value), soft_wrap=False)
+        self._live = Live(
+            get_renderable=self._view,
             console=self._console,
             transient=True,
             refresh_per_second=4,
             redirect_stdout=False,
             redirect_stderr=False,
+            vertical_overflow="crop",
         )
-        self._task = self._progress.add_task("", total=total, failed="", speed="-", length="-")
-        self._progress.start()
+        self._live.start()
+
+    def _view(self) -> RenderableType:
+        if self._stats is None:
+            return ""
+        return live_view(self._stats, self._total, self._console)
 
     def advance(self, stats: RunStats) -> None:
-        """Update the live line."""
-        if self._progress is None or self._task is None:
-            return
-        self._progress.update(
-            self._task,
-            completed=stats.rows_done,
-            failed=f" ({stats.rows_failed:,} failed)" if stats.rows_failed else "",
-            speed=f"{stats.completion_tokens / max(stats.elapsed(), 1e-9):,.0f}",
-            length=figure(stats.speculation.mean_acceptance_length),
-        )
+        """Remember what to show next."""
+        self._stats = stats
 
     def close(self) -> None:
-        """Take the live line away."""
-        if self._progress is not None:
-            self._progress.stop()
+        """Take the live lines away."""
+        if self._live is not None:
+            self._live.stop()
 
 
 def summary_tables(stats: RunStats, seconds: float, console: Console) -> list[Table]:
