@@ -184,7 +184,7 @@ class SpeculationStats:
         # Once each: this runs for every row.
         steps, drafted = sum(self.acceptance_histogram), sum(self.drafted_per_position)
         accepted = sum(self.accepted_per_position)
-        return {
+        values: dict[str, Any] = {
             "num_spec_steps": steps,
             "num_draft_tokens": drafted,
             "num_accepted_draft_tokens": accepted,
@@ -196,6 +196,9 @@ class SpeculationStats:
             "draft_acceptance_rate": accepted / drafted if drafted else None,
             "mean_acceptance_length": 1 + accepted / steps if steps else None,
         }
+        if not self.faithful:
+            values["faithful"] = False
+        return values
 
 
 def _count(value: Any) -> int:
