@@ -113,6 +113,9 @@ def test_what_is_fetched_and_what_is_said(hub: FakeHub, tmp_path: Path) -> None:
     model, pickled, gated, none, revision, commit, trusted = ask(hub, home, calls)
     assert model[0] is not None
     assert COMMIT in model[0]
+    hub.fetched.clear()
+    assert ask(hub, home, [["headers", "org/model", "100"]]) == [model]
+    assert hub.fetched == [], "what is cached was fetched again"
     assert {"config.json", "tokenizer.json", "model.safetensors.index.json"} < set(model[1])
     assert not {"pytorch_model.bin", "consolidated.safetensors"} & set(model[1])
     assert set(pickled[1]) == {"config.json", "pytorch_model.bin"}

@@ -174,6 +174,13 @@ def test_settings_replace_what_a_configuration_says(
     assert histogram_of(run_all(wrong, rows())) != histogram_of(official["eagle3"])
 
 
+def test_an_open_default_is_asked_for(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    head = Path(shutil.copytree(checkpoints["text-eagle3"], tmp_path / "head"))
+    edit_config(layouts.to_bare_layers(head), norm_before_residual=...)
+    with pytest.raises(ModelError, match="--draft-norm-before-residual true or false"):
+        engine(checkpoints["text"], head)
+
+
 @pytest.mark.parametrize(
     ("override", "flag"),
     [

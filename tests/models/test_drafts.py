@@ -203,6 +203,14 @@ CASES = {
         restyle=lambda head: layouts.to_wrapped(head, token_map=TOKEN_MAP, whole_lm_head=True),
         token_map=TOKEN_MAP,
     ),
+    "wrapped_whole_vocabulary": Case(
+        make_eagle1,
+        {"store_lm_head": True},
+        None,
+        restyle=lambda head: layouts.to_wrapped(
+            head, token_map=TOKEN_MAP, whole_lm_head=True, truncated_vocab_size=96
+        ),
+    ),
     "wrapped_eagle3": Case(
         make_eagle3, restyle=lambda head: layouts.to_wrapped(head, prefix="model.")
     ),
@@ -430,6 +438,12 @@ def test_an_embedding_stored_twice_is_kept_once(
     assert isinstance(draft, torch.nn.Module)
     assert draft.embed_weight.data_ptr() == rounded.embed_weight.data_ptr()
     assert not caplog.records
+    state["embed_tokens.weight"] = 1.01 * tiny["model.embed_tokens.weight"]
+    save_state(same, state)
+    draft = load_draft(same, rounded, device="cpu", kernels=KERNELS)
+    assert isinstance(draft, torch.nn.Module)
+    assert draft.embed_weight.data_ptr() != rounded.embed_weight.data_ptr()
+    caplog.clear()
     own = make_eagle1(tmp_path / "own", targets["llama"], store_embedding="own")
     draft = load_draft(own, target, device="cpu", kernels=KERNELS)
     assert isinstance(draft, torch.nn.Module)
