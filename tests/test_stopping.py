@@ -63,7 +63,7 @@ def test_the_first_signal_stops_at_once_and_says_how_to_go_on(
     process.send_signal(signum)
     sent = time.monotonic()
     _, stderr = process.communicate(timeout=30)
-    assert time.monotonic() - sent < 5
+    assert time.monotonic() - sent < 10  # all rows take 20 s
     assert process.returncode == code
     kept = indices(tmp_path / "out file.partial")
     assert len(kept) == len(set(kept)) > 1
@@ -92,12 +92,12 @@ def test_the_second_signal_does_not_wait(start: Start, tmp_path: Path) -> None:
 
 def test_the_time_limit(start: Start, tmp_path: Path) -> None:
     began = time.monotonic()
-    process = start({"row_seconds": 0.01}, "-o", "out", "--time-limit", "2s")
+    process = start({"row_seconds": 0.01}, "-o", "out", "--time-limit", "5s")
     _, stderr = process.communicate(timeout=30)
-    assert 2 <= time.monotonic() - began < 10
+    assert 5 <= time.monotonic() - began < 18  # all rows take 20 s
     assert process.returncode == 143
     assert "stopped by the time limit" in stderr
-    assert stderr.splitlines()[-1] == "to go on: specgen run in.jsonl -o out --time-limit 2s"
+    assert stderr.splitlines()[-1] == "to go on: specgen run in.jsonl -o out --time-limit 5s"
     assert 2 < len(indices(tmp_path / "out.partial")) < 2000
     done = start({}, "-o", "out", "--time-limit", "1h")
     done.communicate(timeout=60)
@@ -120,7 +120,7 @@ def test_nohup_is_respected(start: Start, tmp_path: Path) -> None:
 
 
 def test_without_a_file_nothing_is_promised(start: Start) -> None:
-    process = start({"row_seconds": 0.01}, "--time-limit", "1.5", stdout=subprocess.PIPE)
+    process = start({"row_seconds": 0.01}, "--time-limit", "3", stdout=subprocess.PIPE)
     stdout, stderr = process.communicate(timeout=30)
     assert process.returncode == 143
     assert all(json.loads(line)["status"] == "ok" for line in stdout.splitlines())
