@@ -63,12 +63,13 @@ class SpeculationStats:
         assert 0 <= num_accepted <= num_draft, (num_accepted, num_draft)
         assert 1 <= num_committed <= num_accepted + 1, (num_committed, num_accepted)
         assert not self.num_cut, "a step after the row's end"
-        kept = min(num_accepted, num_committed)
+        kept = num_accepted if num_accepted < num_committed else num_committed
         self.acceptance_histogram[kept] += 1
+        drafted, accepted = self.drafted_per_position, self.accepted_per_position
         for position in range(num_draft):
-            self.drafted_per_position[position] += 1
+            drafted[position] += 1
         for position in range(kept):
-            self.accepted_per_position[position] += 1
+            accepted[position] += 1
         self.num_cut += num_committed <= num_accepted
 
     @property

@@ -221,10 +221,9 @@ class Engine:
         self._update(fresh, read_records(record, len(fresh)))
 
     def _decode(self, scheduled: ScheduledStep) -> None:
-        # The draft passes may look ahead beyond what the step commits.
-        k = scheduled.num_speculative_tokens
-        max_context_len = max(r.num_tokens for r in scheduled.decode) + 2 * k + 1
-        record = self._runner.decode(scheduled.decode, k, max_context_len)
+        record = self._runner.decode(
+            scheduled.decode, scheduled.num_speculative_tokens, scheduled.max_num_tokens
+        )
         self._update(scheduled.decode, read_records(record, len(scheduled.decode)))
 
     def _update(self, requests: Sequence[Request], records: Sequence[RowRecord]) -> None:
@@ -244,7 +243,8 @@ class Engine:
         self._state.deactivate(stopped_by_host)
 
     def _account(self, request: Request, record: RowRecord) -> None:
-        if record.finish == FINISH_ERROR:
+        token_ids, num_sampled, num_draft_tokens, finish = record
+        if finish == FINISH_ERROR:
             request.finish_reason = "error"
             request.error = RequestError(
                 "bad_logits",
@@ -252,31 +252,29 @@ class Engine:
                 request.row.line,
             )
             return
-        token_ids = record.token_ids
-        watcher = self._watchers.get(id(request))
+        watcher = self._watchers.get(id(request)) if self._watchers else None
         match = None
-        ends_with_stop_token = record.finish == FINISH_STOP
+        ends_with_stop_token = finish == FINISH_STOP
         if watcher is not None:
             watched = token_ids[:-1] if ends_with_stop_token else token_ids
             match = next((m for t in watched if (m := watcher.push(t)) is not None), None)
         if match is not None:
             token_ids = token_ids[: match.num_tokens - len(request.output_token_ids)]
             request.text = match.text
-        request.output_token_ids.extend(token_ids)
-        self._num_generated_tokens += len(token_ids)
-        if record.num_draft_tokens > 0:
-            request.stats.add_spec_step(
-                record.num_draft_tokens, record.num_sampled - 1, len(token_ids)
-            )
+        request.output_token_ids += token_ids
+        num_committed = len(token_ids)
+        self._num_generated_tokens += num_committed
+        if num_draft_tokens > 0:
+            request.stats.add_spec_step(num_draft_tokens, num_sampled - 1, num_committed)
         else:
-            request.stats.add_plain(len(token_ids))
+            request.stats.add_plain(num_committed)
         if match is not None:
             request.finish_reason, request.stop_reason = "stop", match.stop
         elif ends_with_stop_token:
             last = token_ids[-1]
             is_eos = last in self.config.eos_token_ids and not request.row.sampling.ignore_eos
             request.finish_reason, request.stop_reason = "stop", None if is_eos else last
-        elif record.finish != RUNNING:
+        elif finish != RUNNING:
             request.finish_reason = "length"
 
     def _finish(self, request: Request) -> RequestOutput | None:

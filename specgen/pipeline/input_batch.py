@@ -84,7 +84,7 @@ def build_prefill_batch(
     device_rows = upload(rows)
     fresh_slots, fresh_idx = split(fresh)
     resumed_slots, resumed_idx = split(resumed)
-    sampled = [c.request.row.sampling for c in chunks if c.is_last and not c.request.is_resuming]
+    sampled = [c.request for c in chunks if c.is_last and not c.request.is_resuming]
     return PrefillBatch(
         input_ids=upload(input_ids),
         next_ids=upload(next_ids),
@@ -104,5 +104,5 @@ def build_prefill_batch(
         fresh_idx=fresh_idx,
         resumed_slots=resumed_slots,
         resumed_idx=resumed_idx,
-        needs_filter=any(s.top_k > 0 or s.top_p < 1.0 for s in sampled if not s.greedy),
+        needs_filter=any(request.needs_filter for request in sampled),
     )

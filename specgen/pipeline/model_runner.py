@@ -7,7 +7,7 @@ on the device, which the engine copies out after it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -25,8 +25,7 @@ from specgen.pipeline.request_state import RequestState
 from specgen.pipeline.sampler import Sampler
 
 
-@dataclass(frozen=True)
-class RowRecord:
+class RowRecord(NamedTuple):
     """What one step did to one row (host side)."""
 
     token_ids: list[int]  # committed
@@ -102,14 +101,14 @@ class ModelRunner:
 
     @torch.inference_mode()
     def decode(
-        self, requests: Sequence[Request], num_speculative_tokens: int, max_context_len: int
+        self, requests: Sequence[Request], num_speculative_tokens: int, max_num_tokens: int
     ) -> torch.Tensor:
-        """Run one decode step of ``requests``; see :meth:`decode_step`."""
-        needs_filter = any(
-            r.row.sampling.top_k > 0 or r.row.sampling.top_p < 1.0
-            for r in requests
-            if not r.row.sampling.greedy
-        )
+        """Run one decode step of ``requests``; see :meth:`decode_step`.
+
+        Args:
+            max_num_tokens: committed tokens of the longest row.
+        """
+        needs_filter = any(r.needs_filter for r in requests)
         slot_ids = torch.tensor([r.slot for r in requests], dtype=torch.int32)
         if self._graphs is not None:
 
@@ -120,6 +119,8 @@ class ModelRunner:
 
             return self._graphs.run(slot_ids, (num_speculative_tokens, needs_filter), step)
         slot_ids = slot_ids.to(self._state.device, non_blocking=True)
+        # The draft passes may look ahead beyond what the step commits.
+        max_context_len = max_num_tokens + 2 * num_speculative_tokens + 1
         return self.decode_step(slot_ids, num_speculative_tokens, needs_filter, max_context_len)
 
     def decode_step(
@@ -214,6 +215,7 @@ def read_records(record: torch.Tensor, num_rows: int) -> list[RowRecord]:
     """Copy a step's record to the host (waits for the step) and unpack its first rows."""
     rows: list[list[int]] = record[:num_rows].tolist()
     return [
-        RowRecord(row[: row[-2]], num_sampled=row[-4], num_draft_tokens=row[-3], finish=row[-1])
+        RowRecord(row[:num_committed], num_sampled, num_draft_tokens, finish)
         for row in rows
+        for num_sampled, num_draft_tokens, num_committed, finish in (row[-4:],)
     ]

@@ -85,6 +85,7 @@ class Request:
         prefix_keys: Keys under which the blocks of the prompt are shared; none shares nothing.
         slot: Device row while admitted, else ``None``.
         num_computed_tokens: Tokens whose target cache entries exist, while prefilling.
+        needs_filter: Whether it is sampled with top-k or top-p.
     """
 
     row: PromptRow
@@ -104,6 +105,13 @@ class Request:
     stop_reason: str | int | None = None
     text: str | None = None
     error: RequestError | None = None
+    needs_filter: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Settle what every step asks."""
+        sampling = self.row.sampling
+        filters = sampling.top_k > 0 or sampling.top_p < 1.0
+        self.needs_filter = filters and not sampling.greedy
 
     @property
     def num_tokens(self) -> int:

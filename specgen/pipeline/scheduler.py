@@ -39,6 +39,7 @@ class ScheduledStep:
         admitted: Requests that got a slot; their device rows must be written.
         grown: Requests whose block list changed; their block tables must be written.
         preempted: Slots taken back; their device rows must be made inert first.
+        max_num_tokens: Committed tokens of the longest row of a decode step.
         num_speculative_tokens: The draft length k of a decode step.
     """
 
@@ -48,6 +49,7 @@ class ScheduledStep:
     grown: tuple[Request, ...] = ()
     preempted: tuple[int, ...] = ()
     num_speculative_tokens: int = 0
+    max_num_tokens: int = 0
 
 
 class Scheduler:
@@ -179,10 +181,18 @@ class Scheduler:
         ready: list[Request] = []
         # Oldest first: the newest row gives way, so the oldest always makes progress.
         queue = deque(self.running)
+        block_size, ahead = self.blocks.block_size, self._lookahead + 1
+        max_num_tokens = 0
         while queue:
             request = queue.popleft()
             num_held = len(request.block_ids)
-            while not self.blocks.grow(request.block_ids, request.num_tokens + self._lookahead + 1):
+            num_tokens = request.num_tokens
+            if num_tokens > max_num_tokens:
+                max_num_tokens = num_tokens
+            if num_tokens + ahead <= num_held * block_size:  # as in most steps
+                ready.append(request)
+                continue
+            while not self.blocks.grow(request.block_ids, num_tokens + ahead):
                 victim = queue.pop() if queue else request
                 preempted.append(self._preempt(victim))
                 if victim is request:
@@ -191,12 +201,13 @@ class Scheduler:
                 ready.append(request)
                 if len(request.block_ids) > num_held:
                     grown.append(request)
-        wanted = max((r.num_speculative_tokens for r in ready), default=0)
+        wanted = any(r.num_speculative_tokens for r in ready)
         return ScheduledStep(
             decode=tuple(ready),
             grown=tuple(grown),
             preempted=tuple(preempted),
             num_speculative_tokens=self._num_speculative_tokens if wanted else 0,
+            max_num_tokens=max_num_tokens,
         )
 
     def _preempt(self, request: Request) -> int:
