@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # Everything that only a GPU can show, in one run: tests, profile, experiment, throughput.
 #
-#   bash benchmarks/gpu_visit.sh [tests] [kernels] [profile] [experiment]     (default: all four)
+#   bash benchmarks/gpu_visit.sh [tests] [kernels] [profile] [experiment] [bench] [jobs]
+#
+# Without names: the first four. bench and jobs measure Llama-3.1-8B shapes on dummy weights.
 #
 # RESULTS: folder for records and logs (default benchmarks/results). LIMIT: seconds a part may take.
 set -u
@@ -31,6 +33,23 @@ for part in $parts; do
         timeout "$LIMIT" python3 -m benchmarks.draft_sample --k 3,7 --n 16 \
           --temperature "$temperature" --output-dir "$RESULTS" \
           --name "draft_sample_t${temperature%.0}" | tail -8
+      done ;;
+    bench)
+      for draft in "--no-draft" "--synthetic-acceptance 2.5" \
+                   "--synthetic-acceptance 2.5 --draft-sample gumbel"; do
+        # shellcheck disable=SC2086 - flags are words
+        timeout "$LIMIT" python3 -m specgen bench --model llama-3.1-8b --batch-size 1,8,64,256 \
+          --input-len 256 --output-len 256 $draft | tee -a "$RESULTS/bench_llama-3.1-8b.jsonl" |
+          cut -c1-330
+      done ;;
+    jobs)
+      for draft in "--no-draft" "--synthetic-acceptance 2.5"; do
+        for job in mixed shared-prefix; do
+          # shellcheck disable=SC2086
+          timeout "$LIMIT" python3 -m specgen bench --model llama-3.1-8b --job $job \
+            --max-num-seqs 256 $draft | tee -a "$RESULTS/bench_jobs_llama-3.1-8b.jsonl" |
+            cut -c1-330
+        done
       done ;;
     *) echo "unknown part: $part" >&2; exit 2 ;;
   esac

@@ -73,7 +73,9 @@ def rejection_sample(
     row_max = logits.amax(-1)  # [B, k + 1]; NaN where the row holds NaN
     argmax = logits.argmax(-1)
     good = row_max.isfinite()
-    weights = _weights(logits, row_max, safe_temperature, thresholds)
+    # Without drafts nothing is judged: one pass over the vocabulary less.
+    judged = slice(0, num_rows if k > 0 else 0)
+    weights = _weights(logits[:, judged], row_max[:, judged], safe_temperature, thresholds)
     total = weights.sum(-1)
 
     # Acceptance, position by position; a bad row accepts nothing, so judging stops there.
