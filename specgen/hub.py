@@ -6,6 +6,7 @@ safetensors where a repository has them.
 
 from __future__ import annotations
 
+from fnmatch import fnmatch
 from pathlib import Path
 
 from specgen.errors import ModelError
@@ -18,8 +19,6 @@ _SAFETENSORS = ["model*.safetensors"]
 _PICKLES = ["pytorch_model*.bin"]
 # Copies of the weights in other formats stand in folders of their own.
 _FOLDERS = ["*/*"]
-_FIRST_BYTES = 1 << 18
-_MAPS = ("d2t", "t2d", "token_map")
 
 
 def is_hub_id(name: str) -> bool:
@@ -57,8 +56,7 @@ def fetch_headers(name: str, into: Path, revision: str | None = None) -> str:
     """A directory that shows a checkpoint's configuration and the shapes of its tensors.
 
     What is on disk or in the cache is shown itself. Of the rest the small files are fetched, and of
-    each safetensors file its header, which is put in front of a hole as long as the tensors, and
-    the vocabulary maps of drafts.
+    weight files their headers and vocabulary maps, see :mod:`specgen.sparse_copy`.
 
     Args:
         name: a directory, or ``owner/name``.
@@ -66,7 +64,7 @@ def fetch_headers(name: str, into: Path, revision: str | None = None) -> str:
         revision: branch, tag or commit of a hub id.
 
     Raises:
-        ModelError: as :func:`locate`; the hub has no safetensors of it; or the hub fails.
+        ModelError: as :func:`locate`; or a weight file has no header that can be read alone.
     """
     if not is_hub_id(name):
         return locate(name)
@@ -80,7 +78,7 @@ def fetch_headers(name: str, into: Path, revision: str | None = None) -> str:
     for file in texts.iterdir():
         (into / file.name).symlink_to(file.resolve())
     try:
-        _fetch_safetensors_headers(name, into, revision)
+        _fetch_headers(name, into, revision)
     except ModelError:
         raise
     except Exception as error:  # the client's errors have no base of their own
@@ -88,7 +86,7 @@ def fetch_headers(name: str, into: Path, revision: str | None = None) -> str:
     return str(into)
 
 
-def _fetch_safetensors_headers(name: str, into: Path, revision: str | None) -> None:
+def _fetch_headers(name: str, into: Path, revision: str | None) -> None:
     from huggingface_hub import HfApi, hf_hub_url
     from huggingface_hub.utils import (  # type: ignore[attr-defined]
         build_hf_headers,
@@ -96,18 +94,21 @@ def _fetch_safetensors_headers(name: str, into: Path, revision: str | None) -> N
         hf_raise_for_status,
     )
 
-    from specgen.models.safetensors_file import read_header
+    from specgen.sparse_copy import copy_headers
 
     info = HfApi().model_info(name, revision=revision, files_metadata=True)
-    siblings = [s for s in info.siblings or () if Path(s.rfilename).match(_SAFETENSORS[0])]
-    siblings = [s for s in siblings if "/" not in s.rfilename and s.size]
-    if not siblings:
+    sizes = {s.rfilename: s.size or 0 for s in info.siblings or () if "/" not in s.rfilename}
+    for pattern in (*_SAFETENSORS, *_PICKLES):
+        files = [file for file in sizes if fnmatch(file, pattern)]
+        if files:
+            break
+    else:
         raise ModelError(
-            f"{name}: no safetensors on the hub, whose headers could be read alone",
-            "fetch it first (hf download), or examine a directory",
+            f"{name}: no weight file on the hub",
+            f"looked for {_SAFETENSORS[0]} and {_PICKLES[0]}",
         )
-    for sibling in siblings:
-        url = hf_hub_url(name, sibling.rfilename, revision=info.sha or revision)
+    for file in files:
+        url = hf_hub_url(name, file, revision=info.sha or revision)
 
         def fetch(first: int, last: int, url: str = url) -> bytes:
             headers = {**build_hf_headers(), "range": f"bytes={first}-{last}"}
@@ -116,19 +117,7 @@ def _fetch_safetensors_headers(name: str, into: Path, revision: str | None) -> N
             content: bytes = response.content
             return content
 
-        head = fetch(0, _FIRST_BYTES - 1)
-        length = 8 + int.from_bytes(head[:8], "little")
-        if len(head) < length < (sibling.size or 0):
-            head = fetch(0, length - 1)
-        path = into / sibling.rfilename
-        with open(path, "wb") as file:
-            file.write(head[:length])
-            file.truncate(sibling.size)
-            file.flush()
-            for tensor, stored in read_header(path).items():
-                if tensor in _MAPS and stored.num_bytes:
-                    file.seek(stored.start)
-                    file.write(fetch(stored.start, stored.start + stored.num_bytes - 1))
+        copy_headers(into / file, sizes[file], fetch)
 
 
 def _snapshot(

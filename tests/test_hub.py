@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from fake_hub import COMMIT, FakeHub, serve_hub
-from models.tiny import make_eagle1, make_eagle3, make_llama
+from models.tiny import load_state, make_eagle1, make_eagle3, make_llama, save_state
 from safetensors import safe_open
 
 import specgen
@@ -23,7 +23,7 @@ from specgen.models.checkpoint import Checkpoint
 SCRIPT = """
 import json, sys, tempfile
 from pathlib import Path
-import specgen.hub
+import specgen.sparse_copy
 from specgen.errors import ModelError
 from specgen.hub import fetch_headers, locate
 for call in json.loads(sys.argv[1]):
@@ -33,7 +33,7 @@ for call in json.loads(sys.argv[1]):
         elif call[0] == "with code":
             path = locate(call[1], with_code=True)
         else:
-            specgen.hub._FIRST_BYTES = int(call[2])
+            specgen.sparse_copy._FIRST_BYTES = int(call[2])
             path = fetch_headers(call[1], Path(tempfile.mkdtemp(dir=sys.argv[2])))
         print(json.dumps([path, sorted(file.name for file in Path(path).iterdir())]))
     except ModelError as error:
@@ -174,8 +174,34 @@ def test_doctor_reads_headers_alone(hub: FakeHub, tmp_path: Path) -> None:
     assert "EAGLE-3 head (official layout)" in text
     assert "fits the target" in text
     code, text = doctor("org/model", "org/pickled")
-    assert code == 5
-    assert "org/pickled: no safetensors on the hub" in text
+    assert code == 0, text
+    assert "EAGLE-1 head (official layout)" in text
+
+
+def test_pickles_come_without_their_tensors_too(hub: FakeHub, tmp_path: Path) -> None:
+    old = {"d2t": torch.zeros(3, dtype=torch.int64)}
+    target = make_llama(tmp_path / "target")
+    repo = make_eagle3(hub.root / "org" / "wide", target, intermediate_size=9000)
+    state = load_state(repo)
+    save_state(repo, state, as_bin=True)
+    torch.save(old, tmp_path / "old.bin", _use_new_zipfile_serialization=False)
+    ancient = make_eagle1(hub.root / "org" / "ancient", target)
+    save_state(ancient, {})
+    (ancient / "model.safetensors").unlink()
+    (ancient / "pytorch_model.bin").write_bytes((tmp_path / "old.bin").read_bytes())
+    hub.bytes_sent = 0
+    calls = [["headers", "org/wide", "0"], ["headers", "org/ancient", "0"]]
+    (path, _), (nothing, text) = ask(hub, tmp_path, calls)
+    assert path is not None
+    shown = Checkpoint.open(path)
+    assert {n: info.shape for n, info in shown.tensors.items()} == {
+        name: tuple(tensor.shape) for name, tensor in state.items()
+    }
+    for name in ("d2t", "t2d"):
+        assert torch.equal(shown.load(name), state[name])
+    assert hub.bytes_sent < (repo / "pytorch_model.bin").stat().st_size / 8
+    assert nothing is None
+    assert "pytorch_model.bin: has no table of contents" in text
 
 
 @pytest.mark.parametrize("first_bytes", ["100", "8000"])
