@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from specgen.bench.jobs import Job, make_rows
+from specgen.bench.jobs import Job, fixed_job, make_rows
 from specgen.errors import ModelError
 from specgen.pipeline.engine import Engine
 from specgen.pipeline.request import PromptRow, RequestOutput
 from specgen.stats import SpeculationStats
 
-__all__ = ["Measurement", "measure", "synchronized_clock"]
+__all__ = ["Measurement", "first_steps", "measure", "synchronized_clock"]
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,18 @@ def measure(engine: Engine, job: Job, *, temperature: float, seed: int = 0) -> M
         peak_memory=torch.cuda.max_memory_allocated() if cuda else _host_peak(),
         speculation=SpeculationStats.merged(output.stats for output in outputs),
     )
+
+
+def first_steps(engine: Engine, temperature: float) -> None:
+    """One prefill and, where the model has room, one decode step: the end of a start-up."""
+    output_len = min(2, engine.config.max_model_len - 1)
+    rows = make_rows(
+        fixed_job(1, 1, output_len),
+        vocab_size=engine.config.vocab_size,
+        temperature=temperature,
+        seed=-1,
+    )
+    _run(engine, rows)
 
 
 def synchronized_clock(device: str) -> float:

@@ -179,7 +179,7 @@ def _models(flags: dict[str, Any], parent: Path) -> _Models:
 
 def _measure_all(flags: dict[str, Any], models: _Models, jobs: list[Job]) -> None:
     from specgen.bench.fit import check_batch, check_lengths, estimate_num_blocks
-    from specgen.bench.measure import measure, synchronized_clock
+    from specgen.bench.measure import first_steps, measure, synchronized_clock
     from specgen.hub import locate
     from specgen.models.registry import read_model_config
     from specgen.pipeline.engine import Engine
@@ -207,16 +207,17 @@ def _measure_all(flags: dict[str, Any], models: _Models, jobs: list[Job]) -> Non
     startup = synchronized_clock(resolved.device) - started
     described = engine.describe()
     check_batch(jobs, resolved, described["num_kv_blocks"])
-    fixed = _facts(flags, models, engine, startup)
+    first_steps(engine, flags["temperature"])
+    first_step = synchronized_clock(resolved.device) - started
+    fixed = _facts(flags, models, engine)
+    fixed |= {"startup_s": round(startup, 2), "first_step_s": round(first_step, 2)}
     for number, job in enumerate(jobs):
         click.echo(f"measuring {job.name}, {len(job.lengths):,} prompts", err=True)
         result = measure(engine, job, temperature=flags["temperature"], seed=number)
         click.echo(json.dumps({**result.to_dict(), **fixed}))
 
 
-def _facts(
-    flags: dict[str, Any], models: _Models, engine: Engine, startup: float
-) -> dict[str, Any]:
+def _facts(flags: dict[str, Any], models: _Models, engine: Engine) -> dict[str, Any]:
     """What holds for every measurement of the command."""
     from specgen.doctor import gpu_names, versions
 
@@ -233,7 +234,6 @@ def _facts(
         "draft_model": models.draft_name if described["draft_dir"] else None,
         "load_format": models.load_format,
         "temperature": flags["temperature"],
-        "startup_s": round(startup, 2),
         **{name: described.get(name) for name in settings},
         "gpu": next(iter(gpu_names()), None),
         "versions": versions(),
