@@ -69,7 +69,8 @@ def _bar_width(console: Console, other_columns: int) -> int:
 def acceptance_table(spec: SpeculationStats, console: Console) -> Table:
     """How often each draft position was accepted, and how many drafts a step accepted."""
     fancy = is_fancy(console)
-    width = _bar_width(console, 56)
+    steps_width = max(len(f"{spec.num_spec_steps:,}"), 5)
+    width = _bar_width(console, 56 + steps_width)
     table = new_table("Acceptance", console)
     table.add_column("position", justify="right")
     table.add_column("accepted", justify="right")

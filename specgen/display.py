@@ -195,7 +195,7 @@ class TextDisplay:
         """Print the closing table."""
         self.close()
         for table in summary_tables(stats, seconds, self._console):
-            self._console.print(table)
+            self._console.print(table, soft_wrap=False)
 
 
 class PlainDisplay(TextDisplay):

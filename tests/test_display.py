@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 import pytest
+from rich.cells import cell_len
 
 from specgen import display as display_module
 from specgen.display import (
@@ -132,6 +133,22 @@ def test_summary(fancy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     assert not re.search(r"\x1b\[[39]\d", text)  # no colour
     assert ("█" in text) == fancy
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 200])
+@pytest.mark.parametrize("kind", [RichDisplay, TextDisplay])
+def test_the_summary_fits_the_terminal(
+    kind: Any, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "1")
+    stream = Terminal()
+    kind(stream).summary(stats_of_a_run(), 10.0)
+    lines = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", stream.getvalue()).splitlines()
+    assert len(lines) > 15
+    assert max(map(cell_len, lines)) <= width
+    assert "81.0" in stream.getvalue()
 
 
 def test_summary_without_speculation_and_without_rows() -> None:
