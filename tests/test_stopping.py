@@ -27,7 +27,12 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{ROOT}:{CHILD.parent}"}
 def start(tmp_path: Path) -> Start:
     (tmp_path / "in.jsonl").write_text("".join(f'{{"prompt": "row {i}"}}\n' for i in range(2000)))
 
+    # The tests themselves may run under nohup, which children inherit.
+    def hear_hangups() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
     def popen(faults: dict[str, Any], *args: str, **options: Any) -> subprocess.Popen[str]:
+        options.setdefault("preexec_fn", hear_hangups)
         return subprocess.Popen(
             [sys.executable, str(CHILD), json.dumps(faults), "run", "in.jsonl", *args],
             cwd=tmp_path,
