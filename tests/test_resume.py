@@ -138,12 +138,60 @@ def test_changed_lines_are_run_again_and_leave_no_trace(invoke: Invoke, engine: 
     lines = Path("in.jsonl").read_text().splitlines(keepends=True)
     interrupt(invoke, engine, 16)
     lines[3] = '{"prompt": "new"}\n'
-    Path("in.jsonl").write_text("".join(lines[:12]))
-    assert invoke().exit_code == 0
+    Path("in.jsonl").write_text("".join(lines[:16]))
+    result = invoke()
+    assert result.exit_code == 0
+    assert "1 rows are run again: their input lines have changed" in result.stderr
     assert engine.asked() == [3]
     found = rows("out")
-    assert [row["index"] for row in found] == list(range(12))
+    assert [row["index"] for row in found] == list(range(16))
     assert found[3]["choices"][0]["text"] == "wen"
+
+
+def test_finished_rows_do_not_vanish_over_another_input(invoke: Invoke, engine: Engine) -> None:
+    interrupt(invoke, engine, 13)
+    text, partial = Path("in.jsonl").read_text(), Path("out.partial").read_bytes()
+    others = {
+        text.replace("row", "other"): "13 of its 13 finished rows are those of another input",
+        "": "holds 13 of its 13 finished rows beyond the end of the input, which has 0",
+        text[: text.index("row 3")]: "beyond the end of the input",
+    }
+    for other, message in others.items():
+        Path("in.jsonl").write_text(other)
+        for extra in ((), ("--resume",), ("--retry-errors",)):
+            result = invoke(*extra)
+            assert (result.exit_code, engine.asked()) == (2, [])
+            assert message in result.stderr
+            assert "or give --overwrite" in result.stderr
+            assert Path("out.partial").read_bytes() == partial
+    Path("in.jsonl").write_text(text)
+    assert invoke("--limit", "3").exit_code == 2
+    assert Path("out.partial").read_bytes() == partial
+    assert invoke().exit_code == 0
+    assert len(engine.asked()) == 17
+    Path("in.jsonl").write_text(text.replace("row", "other"))
+    assert invoke("--retry-errors").exit_code == 2
+    assert Path("out").exists()
+
+
+@pytest.mark.parametrize(
+    ("shown", "message"),
+    [
+        ('{"prompt": "other"}\n' * 30, "the first finished row is that of another input"),
+        ('{"prompt": "row 0"}\n', "finished rows beyond the end of the input, which has 1"),
+        ("", "finished rows beyond the end of the input, which has 0"),
+    ],
+)
+def test_an_input_that_is_read_only_once_is_compared_on_the_way(
+    invoke: Invoke, engine: Engine, shown: str, message: str
+) -> None:
+    interrupt(invoke, engine, 13)
+    partial = Path("out.partial").read_bytes()
+    result = CliRunner().invoke(cli, ["run", "-", "-o", "out"], input=shown)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert Path("out.partial").read_bytes() == partial
+    assert invoke().exit_code == 0
 
 
 def test_equal_lines_are_rows_of_their_own(invoke: Invoke, engine: Engine) -> None:

@@ -7,10 +7,11 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -122,10 +123,22 @@ def _open_writer(options: RunOptions, display: Display) -> RowWriter:
             order=options.order,
             shard=options.shard,
             fingerprint=partial(_fingerprint, options),
+            digests=partial(_digests, options),
         ),
         inputs=options.inputs,
         notify=display.note,
     )
+
+
+def _digests(options: RunOptions, count: int) -> Iterator[str] | None:
+    """Hashes of the first `count` lines of the input; None if it can be read only once."""
+    from specgen.request_io.source import read_lines
+
+    if not all(os.path.isfile(path) for path in options.inputs):
+        return None
+    limit = options.read.limit
+    count = count if limit is None else min(count, limit)
+    return (raw.digest for raw in islice(read_lines(options.inputs), count))
 
 
 def _formatter(options: RunOptions, writer: RowWriter) -> Callable[[RequestOutput], dict[str, Any]]:

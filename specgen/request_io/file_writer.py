@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from specgen.errors import OutputError, UsageError
+from specgen.request_io.earlier import Digests, check_input, refuse_end, refuse_other
 from specgen.request_io.fingerprint import Fingerprint, differences
 from specgen.request_io.lines import json_lines, write_all, write_failed
 from specgen.request_io.partial import Head, LineReader, RowIndex, scan
@@ -47,6 +48,7 @@ class OutputOptions:
         shard: the rows that this output holds.
         fingerprint: makes the settings that earlier rows must have been made with; asked only when
             they are needed, because it looks at models.
+        digests: hashes of the input's first lines, which earlier rows must have been made of.
     """
 
     overwrite: bool = False
@@ -55,6 +57,7 @@ class OutputOptions:
     order: Literal["input", "completion"] = "input"
     shard: Shard = WHOLE
     fingerprint: Callable[[], Fingerprint] = dict
+    digests: Digests = lambda _: None
 
 
 class OutputComplete(Exception):  # noqa: N818 - nothing is wrong
@@ -86,8 +89,8 @@ class FileWriter:
         notify: takes remarks for the user.
 
     Raises:
-        UsageError: `OUT` exists, or `OUT.partial` was made under other settings, or another run
-            is writing it.
+        UsageError: `OUT` exists, or `OUT.partial` was made under other settings or of another
+            input, or another run is writing it.
         OutputComplete: `OUT` is there and `options.resume`.
         OSError: `OUT.partial` cannot be created.
     """
@@ -113,6 +116,7 @@ class FileWriter:
         self._size = 0
         self._num_lines = 0
         self._num_rows = 0
+        self._input_checked = False
         self._in_order = True
         self._last_index = -1
         self._fd = self._open()
@@ -197,6 +201,7 @@ class FileWriter:
         rows = RowIndex(options.shard)
         with open(self._target, "rb") as file:
             scan(file.fileno(), rows)
+            check_input(rows, file.fileno(), options.digests, str(self.path))
         if not rows.drop_failed():
             raise OutputComplete(meta)
         self._created = int(meta.get("created", self._created))
@@ -226,6 +231,11 @@ class FileWriter:
             self._notify(f"cut {torn:,} bytes of a torn line from {self._partial}")
         if found.num_damaged:
             self._notify(f"{self._partial}: {found.num_damaged:,} damaged lines are ignored")
+        changed = check_input(self._rows, fd, self._options.digests, str(self._partial))
+        if changed is not None:
+            self._input_checked = True
+        if changed:
+            self._notify(f"{changed:,} rows are run again: their input lines have changed")
         if self._options.retry_errors:
             self._notify(f"{self._rows.drop_failed():,} failed rows will be tried again")
         self._size, self._num_lines = found.size, found.num_lines
@@ -252,13 +262,20 @@ class FileWriter:
         """Head of the row's line of an earlier run; None if there is none of the same input line.
 
         A line of another input is forgotten: the row has changed and will be written again.
+
+        Raises:
+            UsageError: the first row that there is has changed already, in an input that could not
+                be compared before.
         """
         offset = self._rows.offset(index)
         if offset < 0:
             return None
         head = self._reader.head(offset)
         if head is not None and (head.index, head.input_hash) == (index, input_hash):
+            self._input_checked = True
             return head
+        if not self._input_checked:
+            refuse_other(str(self._partial), 1, 1)
         self._rows.drop(index)
         self._num_rows -= 1
         return None
@@ -311,15 +328,14 @@ class FileWriter:
     def finish(self, num_rows: int, meta: Mapping[str, Any]) -> None:
         """Complete the output of an input of `num_rows` rows, and give the file its name.
 
-        Lines of rows that are no longer in the input are left out.
-
         Raises:
+            UsageError: an earlier run finished rows beyond the end of the input.
             OutputError: no space for the ordered copy, or the disk fails; `OUT.partial` stays.
         """
+        refuse_end(self._rows, num_rows, str(self._partial))
         expected = self._options.shard.num_rows(num_rows)
         missing = list(self._rows.missing(expected))
         assert not missing, f"rows without an output line: {missing[:10]}"
-        self._rows.truncate(expected)
         self._end_sync()
         result = self._partial
         try:

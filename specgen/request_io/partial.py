@@ -94,9 +94,10 @@ class RowIndex:
         """Forget rows beyond the first `num_rows` of the shard."""
         del self._entries[num_rows:]
 
-    def count(self) -> int:
-        """Rows that have a line."""
-        return len(self._entries) - self._entries.count(-1)
+    def count(self, num_rows: int | None = None) -> int:
+        """Rows that have a line, all or among the first `num_rows` of the shard."""
+        entries = self._entries if num_rows is None else self._entries[:num_rows]
+        return len(entries) - entries.count(-1)
 
     def missing(self, num_rows: int) -> Iterator[int]:
         """Indices of the shard's first `num_rows` rows that have no line."""
