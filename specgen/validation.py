@@ -51,7 +51,7 @@ def load_checks(config: EngineConfig) -> Callable[[PromptRow], int]:
     Raises:
         ModelError: no usable model configuration or tokenizer.
     """
-    from specgen.pipeline.prompt_checks import check_token_ids, fit_prompt
+    from specgen.pipeline.prompt_checks import prompt_ids
     from specgen.pipeline.tokenization import Tokenizer
     from specgen.resolve import resolve
 
@@ -63,14 +63,7 @@ def load_checks(config: EngineConfig) -> Callable[[PromptRow], int]:
     )
 
     def check(row: PromptRow) -> int:
-        token_ids = fit_prompt(
-            row,
-            tokenizer.encode(row),
-            max_model_len=resolved.max_model_len,
-            overlong=resolved.overlong,
-        )
-        check_token_ids(row, token_ids, vocab_size=resolved.vocab_size)
-        return len(token_ids)
+        return len(prompt_ids(row, tokenizer, resolved))
 
     return check
 

@@ -17,7 +17,7 @@ from specgen.pipeline.detokenizer import StopStringWatcher, detokenize
 from specgen.pipeline.input_batch import build_prefill_batch
 from specgen.pipeline.loading import build_pipeline
 from specgen.pipeline.model_runner import RowRecord, read_records
-from specgen.pipeline.prompt_checks import check_token_ids, fit_prompt
+from specgen.pipeline.prompt_checks import prompt_ids
 from specgen.pipeline.request import (
     ChoiceOutput,
     PromptRow,
@@ -300,13 +300,7 @@ class Engine:
 
     def _requests(self, row: PromptRow) -> list[Request]:
         config, sampling = self.config, row.sampling
-        token_ids = fit_prompt(
-            row,
-            self._tokenizer.encode(row),
-            max_model_len=config.max_model_len,
-            overlong=config.overlong,
-        )
-        check_token_ids(row, token_ids, vocab_size=config.vocab_size)
+        token_ids = prompt_ids(row, self._tokenizer, config)
         k = config.num_speculative_tokens
         if sampling.num_speculative_tokens is not None:
             if sampling.num_speculative_tokens > k > 0:

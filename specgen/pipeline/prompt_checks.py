@@ -2,10 +2,35 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from specgen.config import ResolvedConfig
 from specgen.errors import RequestError
 from specgen.pipeline.request import PromptRow
 
-__all__ = ["check_token_ids", "fit_prompt"]
+if TYPE_CHECKING:
+    from specgen.pipeline.tokenization import NoTokenizer, Tokenizer
+
+__all__ = ["check_token_ids", "fit_prompt", "prompt_ids"]
+
+
+def prompt_ids(
+    row: PromptRow, tokenizer: Tokenizer | NoTokenizer, config: ResolvedConfig
+) -> tuple[int, ...]:
+    """The tokens that a row's prompt runs with.
+
+    Raises:
+        RequestError: the model cannot run them.
+    """
+    cut = config.overlong == "truncate-left"
+    token_ids = fit_prompt(
+        row,
+        tokenizer.encode(row, limit=config.max_model_len - 1, cut=cut),
+        max_model_len=config.max_model_len,
+        overlong=config.overlong,
+    )
+    check_token_ids(row, token_ids, vocab_size=config.vocab_size)
+    return token_ids
 
 
 def fit_prompt(

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from specgen.errors import ModelError, RequestError
 from specgen.pipeline.request import PromptRow
+from specgen.pipeline.text_bound import TextBound, text_bound
+
+# Texts of so few characters are tokenised without a look at the tokenizer's longest token.
+_SHORT = 2**16
 
 
 class Tokenizer:
@@ -64,18 +69,29 @@ class Tokenizer:
         """Tokens, added ones included."""
         return len(self._tokenizer)
 
-    def encode(self, row: PromptRow) -> tuple[int, ...]:
+    def encode(
+        self, row: PromptRow, *, limit: int | None = None, cut: bool = False
+    ) -> tuple[int, ...]:
         """Token ids of a row's prompt.
 
+        Args:
+            row: what to encode.
+            limit: most tokens of use; a text that must have more is not tokenised.
+            cut: leave the beginning of such a text away, instead of refusing it.
+
         Raises:
-            RequestError: no template, a template that refuses the messages, an empty prompt.
+            RequestError: no template, a template that refuses the messages, an empty prompt, or one
+                that is beyond `limit` by far.
         """
         if row.prompt_token_ids is not None:
             token_ids = row.prompt_token_ids
         elif row.messages is not None:
-            token_ids = self._encode_text(self._render(row), add_special_tokens=False)
+            token_ids = self._encode_text(
+                self._bounded(self._render(row), row, limit, cut), add_special_tokens=False
+            )
         else:
-            token_ids = self._encode_text(row.prompt or "", add_special_tokens=True)
+            text = self._bounded(row.prompt or "", row, limit, cut)
+            token_ids = self._encode_text(text, add_special_tokens=True)
             bos = self._tokenizer.bos_token_id
             if bos is not None and token_ids[:2] == (bos, bos):
                 token_ids = token_ids[1:]
@@ -88,6 +104,26 @@ class Tokenizer:
         text: str = self._tokenizer.decode(
             list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
+        return text
+
+    @cached_property
+    def _bound(self) -> TextBound | None:
+        return text_bound(self._tokenizer)
+
+    def _bounded(self, text: str, row: PromptRow, limit: int | None, cut: bool) -> str:
+        """The text, or its end, if it may be short enough to tokenise at all."""
+        if limit is None or len(text) <= _SHORT or self._bound is None:
+            return text
+        if cut:
+            return self._bound.end_of(text, limit)
+        least = self._bound.least_tokens(text)
+        if least > limit:
+            raise RequestError(
+                "prompt_too_long",
+                f'"prompt" has at least {least} tokens, '
+                f"the model takes {limit} and one to generate",
+                row.line,
+            )
         return text
 
     def _encode_text(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
@@ -121,12 +157,15 @@ class NoTokenizer:
     adds_bos = False
     has_chat_template = False
 
-    def encode(self, row: PromptRow) -> tuple[int, ...]:
+    def encode(
+        self, row: PromptRow, *, limit: int | None = None, cut: bool = False
+    ) -> tuple[int, ...]:
         """The row's own token ids.
 
         Raises:
             RequestError: the row has text to encode, or strings to look for in text.
         """
+        del limit, cut
         if row.prompt_token_ids is None:
             raise RequestError(
                 "no_tokenizer",
