@@ -99,6 +99,37 @@ def test_a_run_goes_on_where_it_ended(invoke: Invoke, engine: Engine) -> None:
     assert events[-1]["rows"] == {"done": 17, "ok": 17, "failed": 0, "kept": 13, "errors": {}}
 
 
+@pytest.mark.parametrize("again", [(), ("--resume",), ("--retry-errors",)])
+def test_a_replacement_that_ends_early_goes_on(
+    invoke: Invoke, engine: Engine, again: tuple[str, ...]
+) -> None:
+    assert invoke().exit_code == 0
+    whole = Path("out").read_bytes()
+    lines = Path("in.jsonl").read_text().replace("row 1", "new 1")
+    Path("in.jsonl").write_text(lines)
+    result = interrupt(invoke, engine, 13, "--overwrite")
+    assert "\nto go on: cli run in.jsonl -o out\n" in result.stderr
+    assert Path("out").read_bytes() == whole
+    interrupt(invoke, engine, 4, *again)
+    result = invoke(*again)
+    assert result.exit_code == 0
+    assert "resuming: 17 rows are in " in result.stderr
+    assert len(engine.asked()) == 13
+    assert sorted(os.listdir()) == ["in.jsonl", "out", "out.meta.json"]
+    assert [row["index"] for row in rows("out")] == list(range(30))
+    assert rows("out")[1]["choices"][0]["text"] == "1 wen"
+    assert invoke().exit_code == 2  # finished again
+
+
+def test_starting_again_says_what_it_discards(invoke: Invoke, engine: Engine) -> None:
+    interrupt(invoke, engine, 13)
+    result = invoke("--overwrite")
+    assert result.exit_code == 0
+    assert "13 finished rows of " in result.stderr
+    assert "out.partial are discarded" in result.stderr
+    assert len(engine.asked()) == 30
+
+
 def test_many_ends(invoke: Invoke, engine: Engine) -> None:
     invoke()
     whole = Path("out").read_bytes()

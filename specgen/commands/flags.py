@@ -188,7 +188,11 @@ DATA = [
 JOB = [
     _option("-o", "--output", metavar="OUT", help="Output file; without it standard output."),
     _option("--resume", is_flag=True, help="Be content if OUT is complete already."),
-    _option("--overwrite", is_flag=True, help="Replace OUT, and a partial OUT."),
+    _option(
+        "--overwrite",
+        is_flag=True,
+        help="Start again; replaces OUT once complete, discards a partial OUT.",
+    ),
     _option("--retry-errors", is_flag=True, help="Run failed rows of an earlier run again."),
     _option(
         "--max-errors",

@@ -41,7 +41,8 @@ class OutputOptions:
     """What to do about an earlier output of the same name, and how to end.
 
     Attributes:
-        overwrite: start again; a finished output stays until the new one is complete.
+        overwrite: start again; a finished output stays until the new one is complete. Cut off, the
+            new one is gone on with where this is not set.
         resume: be content with a finished output.
         retry_errors: generate failed rows of an earlier run again, in a finished output too.
         order: `input` puts rows in input order at the end; `completion` leaves them as finished.
@@ -148,7 +149,8 @@ class FileWriter:
 
     def _open(self) -> int:
         overwrite = self._options.overwrite
-        if self._target.exists() and not overwrite:
+        replaces = self._target.exists() and (overwrite or self._is_replacement())
+        if self._target.exists() and not replaces:
             self._reopen_finished()
         fd = os.open(self._partial, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         try:
@@ -157,16 +159,16 @@ class FileWriter:
             # descriptor is the finished output, which must not be touched.
             if not os.path.samestat(os.fstat(fd), os.stat(self._partial)):
                 raise FileNotFoundError
-            if self._target.exists() and not overwrite:
+            if self._target.exists() and not replaces:
                 os.unlink(self._partial)
                 raise FileNotFoundError
             if overwrite:
                 _ = self._fingerprint  # if it cannot be had, the old rows stay
-                os.ftruncate(fd, 0)
+                self._discard(fd)
             if os.fstat(fd).st_size:
                 self._take_up(fd)
             else:
-                self._note_settings()
+                self._note_settings(replaces=replaces)
         except (BlockingIOError, FileNotFoundError):
             os.close(fd)
             raise UsageError(
@@ -178,6 +180,19 @@ class FileWriter:
             os.close(fd)
             raise
         return fd
+
+    def _is_replacement(self) -> bool:
+        """Whether an `OUT.partial` was going to replace the finished `OUT` when it was cut off."""
+        with contextlib.suppress(OSError):
+            meta = _read_json(self._partial_meta) or {}
+            return meta.get("replaces") is True and self._partial.stat().st_size > 0
+        return False
+
+    def _discard(self, fd: int) -> None:
+        """Empty the partial output, not without a word."""
+        if num_lines := scan(fd, RowIndex()).num_lines:
+            self._notify(f"{num_lines:,} finished rows of {self._partial} are discarded")
+        os.ftruncate(fd, 0)
 
     def _reopen_finished(self) -> None:
         """`OUT` exists: be content, refuse, or make it a partial output with rows to retry."""
@@ -252,8 +267,12 @@ class FileWriter:
                 "give the former settings, choose another -o, or give --overwrite",
             )
 
-    def _note_settings(self) -> None:
-        meta = {"created": self._created, "fingerprint": self._fingerprint}
+    def _note_settings(self, *, replaces: bool = False) -> None:
+        meta = {
+            "created": self._created,
+            "replaces": replaces,
+            "fingerprint": self._fingerprint,
+        }
         _write_json(self._partial_meta, meta)
 
     # -- rows -----------------------------------------------------------------------------------
