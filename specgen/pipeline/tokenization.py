@@ -28,7 +28,8 @@ class Tokenizer:
         chat_template: Jinja text, or the path of a file with it, instead of the tokenizer's own.
 
     Raises:
-        ModelError: the directory holds no tokenizer that transformers can load.
+        ModelError: the directory holds no tokenizer that transformers can load, or the template is
+            not Jinja.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Tokenizer:
             ) from error
         if chat_template is not None:
             self._tokenizer.chat_template = read_template(chat_template)
+            self._check_template()
 
     @property
     def eos_token_id(self) -> int | None:
@@ -129,6 +131,18 @@ class Tokenizer:
     def _encode_text(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
         encoded = self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
         return tuple(encoded["input_ids"])
+
+    def _check_template(self) -> None:
+        """Refuse a template that no messages could pass; what it says of these does not matter."""
+        try:
+            self._tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
+        except Exception as error:  # a template raises whatever its author chose
+            if type(error).__name__ == "TemplateSyntaxError":
+                line = getattr(error, "lineno", None)
+                raise ModelError(
+                    f"--chat-template: not a Jinja template: {error} (line {line})",
+                    "give a file with a Jinja template, or the template itself",
+                ) from error
 
     def _render(self, row: PromptRow) -> str:
         if not self.has_chat_template:

@@ -183,6 +183,7 @@ PROBLEMS = [
     (["--tokenizer", "no/such/tokenizer"], "no/such/tokenizer"),
     (["--draft-model", "no/such/draft"], "no/such/draft"),
     (["--chat-template", "no.jinja"], "--chat-template no.jinja"),
+    (["--chat-template", "{{ x"], "--chat-template: not a Jinja template: "),
 ]
 
 
