@@ -260,6 +260,45 @@ def test_a_finished_output(invoke: Invoke, engine: Engine, settings: dict[str, A
     assert len(rows("out")) == 31
 
 
+@pytest.mark.parametrize(("meta", "state"), [(None, "missing"), ("{", "damaged")])
+def test_a_file_without_metadata_is_not_called_complete(
+    invoke: Invoke, engine: Engine, meta: str | None, state: str
+) -> None:
+    Path("out").write_text("my notes\n")
+    if meta is not None:
+        Path("out.meta.json").write_text(meta)
+    for again in ("--resume", "--retry-errors"):
+        result = invoke(again)
+        assert (result.exit_code, engine.asked()) == (2, [])
+        assert f"out: out.meta.json is {state}, so its settings are unknown" in result.stderr
+        assert Path("out").read_text() == "my notes\n"
+
+
+@pytest.mark.parametrize("cut", [1, 10, 400])
+def test_a_shortened_output_is_not_called_complete(
+    invoke: Invoke, engine: Engine, cut: int
+) -> None:
+    invoke()
+    engine.seen.clear()
+    whole = Path("out").read_bytes()
+    Path("out").write_bytes(whole[:-cut])
+    result = invoke("--resume")
+    assert (result.exit_code, engine.asked()) == (2, [])
+    assert "out: not complete: " in result.stderr
+    assert " of 30 rows are whole\nhint: --retry-errors runs the others" in result.stderr
+    assert invoke("--retry-errors").exit_code == 0
+    assert 1 <= len(engine.asked()) < 5
+    assert Path("out").read_bytes() == whole
+
+
+def test_a_partial_of_damaged_settings_is_refused(invoke: Invoke, engine: Engine) -> None:
+    interrupt(invoke, engine, 5)
+    Path("out.partial.meta.json").write_text("{")
+    result = invoke()
+    assert result.exit_code == 2
+    assert "out.partial.meta.json is damaged" in result.stderr
+
+
 def test_resume_on_nothing_is_a_run(invoke: Invoke) -> None:
     assert invoke("--resume").exit_code == 0
     assert len(rows("out")) == 30

@@ -203,21 +203,29 @@ class FileWriter:
                 "choose another -o, or give --resume to keep it, --retry-errors or --overwrite",
             )
         meta = _read_json(self._meta)
-        if meta is not None:
-            self._compare(meta, str(self.path))
-        if not options.retry_errors:
-            self._clear_leftovers()
-            raise OutputComplete(meta or {})
         if meta is None:
             raise UsageError(
-                f"{self.path}: {self._meta.name} is missing, so its settings are unknown",
-                _START_AGAIN,
+                f"{self.path}: {_state(self._meta)}, so its settings are unknown", _START_AGAIN
             )
+        self._compare(meta, str(self.path))
         rows = RowIndex(options.shard)
         with open(self._target, "rb") as file:
-            scan(file.fileno(), rows)
-            check_input(rows, file.fileno(), options.digests, str(self.path))
-        if not rows.drop_failed():
+            found = scan(file.fileno(), rows)
+            whole = found.size == os.fstat(file.fileno()).st_size and not found.num_damaged
+            if options.retry_errors:
+                check_input(rows, file.fileno(), options.digests, str(self.path))
+        num_rows = meta.get("num_rows")
+        expected = rows.count() if num_rows is None else options.shard.num_rows(num_rows)
+        whole &= rows.count() == expected == found.num_lines
+        if not options.retry_errors:
+            if not whole:
+                raise UsageError(
+                    f"{self.path}: not complete: {rows.count():,} of {expected:,} rows are whole",
+                    "--retry-errors runs the others, --overwrite starts again",
+                )
+            self._clear_leftovers()
+            raise OutputComplete(meta)
+        if not rows.drop_failed() and whole:
             raise OutputComplete(meta)
         self._created = int(meta.get("created", self._created))
         self._note_settings()
@@ -234,7 +242,7 @@ class FileWriter:
         meta = _read_json(self._partial_meta)
         if meta is None:
             raise UsageError(
-                f"{self._partial}: its settings are unknown, {self._partial_meta.name} is missing",
+                f"{self._partial}: its settings are unknown, {_state(self._partial_meta)}",
                 _START_AGAIN,
             )
         self._compare(meta, str(self._partial))
@@ -448,6 +456,11 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return value if isinstance(value, dict) else None
+
+
+def _state(path: Path) -> str:
+    """What is wrong with a file that `_read_json` does not take."""
+    return f"{path.name} is {'damaged' if path.exists() else 'missing'}"
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
