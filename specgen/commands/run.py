@@ -236,8 +236,18 @@ def _effective_sampling(options: RunOptions, model_dir: str) -> SamplingParams:
 def _load(options: RunOptions) -> tuple[Engine, SamplingParams]:
     from specgen.pipeline.engine import Engine
 
+    _check_stop_ids(options)
     engine = Engine(options.config)
     return engine, _effective_sampling(options, engine.config.model_dir)
+
+
+def _check_stop_ids(options: RunOptions) -> None:
+    """Refuse ids that no row can end with, before weights are loaded."""
+    from specgen.resolve import resolve
+
+    ids = options.sampling.get("stop_token_ids")
+    if ids and max(ids) >= (size := resolve(options.config).vocab_size):
+        raise UsageError(f"--stop-token-ids: {max(ids)}: the model has ids 0 to {size - 1}")
 
 
 def _settings(options: RunOptions, engine: Engine, sampling: SamplingParams) -> dict[str, Any]:

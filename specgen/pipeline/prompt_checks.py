@@ -11,7 +11,7 @@ from specgen.pipeline.request import PromptRow
 if TYPE_CHECKING:
     from specgen.pipeline.tokenization import NoTokenizer, Tokenizer
 
-__all__ = ["check_token_ids", "fit_prompt", "prompt_ids"]
+__all__ = ["check_stop_ids", "check_token_ids", "fit_prompt", "prompt_ids"]
 
 
 def prompt_ids(
@@ -30,6 +30,7 @@ def prompt_ids(
         overlong=config.overlong,
     )
     check_token_ids(row, token_ids, vocab_size=config.vocab_size)
+    check_stop_ids(row, vocab_size=config.vocab_size)
     return token_ids
 
 
@@ -49,7 +50,8 @@ def fit_prompt(
         return token_ids[-max(1, max_model_len - (row.sampling.max_tokens or 1)) :]
     raise RequestError(
         "prompt_too_long",
-        f'"prompt" has {len(token_ids)} tokens, the model takes {limit} and one to generate',
+        f'"{row.prompt_name}" has {len(token_ids)} tokens, '
+        f"the model takes {limit} and one to generate",
         row.line,
     )
 
@@ -65,6 +67,21 @@ def check_token_ids(row: PromptRow, token_ids: tuple[int, ...], *, vocab_size: i
         bad = highest if highest >= vocab_size else lowest
         raise RequestError(
             "token_id_out_of_range",
-            f'"prompt" holds token id {bad}, the model has ids 0 to {vocab_size - 1}',
+            f'"{row.prompt_name}" holds token id {bad}, the model has ids 0 to {vocab_size - 1}',
+            row.line,
+        )
+
+
+def check_stop_ids(row: PromptRow, *, vocab_size: int) -> None:
+    """Refuse ids that can never end the row.
+
+    Raises:
+        RequestError: naming one of them.
+    """
+    bad = max(row.sampling.stop_token_ids, default=0)
+    if bad >= vocab_size:
+        raise RequestError(
+            "token_id_out_of_range",
+            f'"stop_token_ids" holds token id {bad}, the model has ids 0 to {vocab_size - 1}',
             row.line,
         )

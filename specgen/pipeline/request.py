@@ -26,6 +26,7 @@ class PromptRow:
         input_hash: 16 hex digits that identify the row's bytes.
         line: Line number in ``source``, for error messages.
         extras: Keys of the line that are carried into the output unread.
+        prompt_key: What the prompt is called in the line, for error messages; None as it is here.
     """
 
     index: int
@@ -37,6 +38,12 @@ class PromptRow:
     prompt_token_ids: tuple[int, ...] | None = None
     messages: Sequence[Mapping[str, Any]] | None = None
     extras: Mapping[str, Any] = field(default_factory=dict)
+    prompt_key: str | None = None
+
+    @property
+    def prompt_name(self) -> str:
+        """What an error message calls the prompt."""
+        return self.prompt_key or ("prompt" if self.messages is None else "messages")
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,7 @@ class Tokenizer:
             if bos is not None and token_ids[:2] == (bos, bos):
                 token_ids = token_ids[1:]
         if not token_ids or row.prompt == "":
-            raise RequestError("empty_prompt", '"prompt" is empty', row.line)
+            raise RequestError("empty_prompt", f'"{row.prompt_name}" is empty', row.line)
         return token_ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -122,7 +122,7 @@ class Tokenizer:
         if least > limit:
             raise RequestError(
                 "prompt_too_long",
-                f'"prompt" has at least {least} tokens, '
+                f'"{row.prompt_name}" has at least {least} tokens, '
                 f"the model takes {limit} and one to generate",
                 row.line,
             )
@@ -183,7 +183,8 @@ class NoTokenizer:
         if row.prompt_token_ids is None:
             raise RequestError(
                 "no_tokenizer",
-                '"prompt" must be token ids: the run loads no tokenizer (--skip-tokenizer-init)',
+                f'"{row.prompt_name}" must be token ids: '
+                "the run loads no tokenizer (--skip-tokenizer-init)",
                 row.line,
             )
         if row.sampling.stop:
@@ -193,7 +194,7 @@ class NoTokenizer:
                 row.line,
             )
         if not row.prompt_token_ids:
-            raise RequestError("empty_prompt", '"prompt" is empty', row.line)
+            raise RequestError("empty_prompt", f'"{row.prompt_name}" is empty', row.line)
         return row.prompt_token_ids
 
     def decode(self, token_ids: Sequence[int]) -> str:

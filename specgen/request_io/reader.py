@@ -126,7 +126,7 @@ def parse_line(raw: RawLine, index: int, options: ReadOptions) -> PromptRow | Re
             obj = unwrap(obj, options.prompt_field)
         extras, sampling_keys = _split(obj, options)
         _take_id(obj, extras, options)
-        prompt = _prompt(obj, options)
+        prompt_key, prompt = _prompt(obj, options)
         sampling = _sampling(sampling_keys, options)
         return PromptRow(
             index=index,
@@ -135,6 +135,7 @@ def parse_line(raw: RawLine, index: int, options: ReadOptions) -> PromptRow | Re
             source=raw.source,
             sampling=sampling,
             extras=extras,
+            prompt_key=prompt_key,
             **prompt,
         )
     except RefusedError as refused:
@@ -195,8 +196,8 @@ def _take_id(obj: Mapping[str, Any], extras: dict[str, Any], options: ReadOption
     extras["custom_id"] = obj[name]
 
 
-def _prompt(obj: Mapping[str, Any], options: ReadOptions) -> dict[str, Any]:
-    """The prompt as the one matching field of `PromptRow`."""
+def _prompt(obj: Mapping[str, Any], options: ReadOptions) -> tuple[str, dict[str, Any]]:
+    """The prompt's key, and the prompt as the one matching field of `PromptRow`."""
     names = [name for name in options.prompt_keys if name in obj]
     if not names:
         raise RefusedError("missing_prompt", f'"{options.prompt_field}" is missing')
@@ -204,7 +205,7 @@ def _prompt(obj: Mapping[str, Any], options: ReadOptions) -> dict[str, Any]:
         raise RefusedError("invalid_value", f'"{names[0]}" and "{names[1]}" exclude each other')
     name, value = names[0], obj[names[0]]
     if name == "messages":
-        return {"messages": _messages(value, options)}
+        return name, {"messages": _messages(value, options)}
     if isinstance(value, str) and name != "prompt_token_ids":
         if not value:
             raise RefusedError("empty_prompt", f'"{name}" is empty')
@@ -212,14 +213,15 @@ def _prompt(obj: Mapping[str, Any], options: ReadOptions) -> dict[str, Any]:
             options.apply_chat_template == "auto" and options.system_prompt is not None
         )
         if templated:
-            return {"messages": _with_system([{"role": "user", "content": value}], options)}
-        return {"prompt": value}
+            messages = _with_system([{"role": "user", "content": value}], options)
+            return name, {"messages": messages}
+        return name, {"prompt": value}
     if isinstance(value, list):
         if options.system_prompt is not None:
             raise RefusedError(
                 "invalid_value", f'"{name}" holds token ids, --system-prompt needs text'
             )
-        return {"prompt_token_ids": _token_ids(name, value)}
+        return name, {"prompt_token_ids": _token_ids(name, value)}
     wanted = "a list of token ids" if name == "prompt_token_ids" else "a string or token ids"
     raise RefusedError("invalid_value", f'"{name}" must be {wanted}, got {kind_of(value)}')
 

@@ -107,3 +107,22 @@ def test_problems_of_files(validate: Validate) -> None:
     assert result.exit_code == 5
     assert "no such model directory" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "flags", "message"),
+    [
+        ({"messages": [{"role": "user", "content": "x" * 300}]}, [], '"messages" has 319 tokens'),
+        ({"text": "x" * 300}, ["--prompt-field", "text"], '"text" has 301 tokens'),
+        ({"prompt_token_ids": [78]}, [], '"prompt_token_ids" holds token id 78'),
+        ({"prompt": "a" * 300}, ["--system-prompt", "b"], '"prompt" has 329 tokens'),
+        ({"prompt": "a", "stop_token_ids": [1, 78]}, [], '"stop_token_ids" holds token id 78'),
+    ],
+)
+def test_messages_name_the_key_of_the_line(
+    validate: Validate, line: dict[str, Any], flags: list[str], message: str
+) -> None:
+    Path("one.jsonl").write_text(json.dumps(line) + "\n")
+    result = validate("one.jsonl", *flags)
+    assert result.exit_code == 4
+    assert message in result.stdout

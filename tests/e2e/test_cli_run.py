@@ -200,6 +200,13 @@ def test_models_that_cannot_be_used(
     assert os.listdir() == ["in.jsonl"]
 
 
+def test_stop_token_ids_beyond_the_vocabulary(run: Run) -> None:
+    result = run("--stop-token-ids", "1,99999", "-o", "out")
+    assert result.exit_code == 2, result.stderr
+    assert "--stop-token-ids: 99999: the model has ids 0 to " in result.stderr
+    assert os.listdir() == ["in.jsonl"]
+
+
 def test_a_gpu_that_is_not_there(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
