@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 
 # Before torch is imported, here and in the processes that tests start: the models of the tests are
 # tiny, and the barriers between threads would take most of their time.
@@ -10,6 +12,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
+
+# Run in the background or under nohup, the tests would hand their ignored signals on to the
+# programs that they start and stop.
+if threading.current_thread() is threading.main_thread():
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 HAS_CUDA = torch.cuda.is_available()
 if not HAS_CUDA:

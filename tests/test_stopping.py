@@ -27,12 +27,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{ROOT}:{CHILD.parent}"}
 def start(tmp_path: Path) -> Start:
     (tmp_path / "in.jsonl").write_text("".join(f'{{"prompt": "row {i}"}}\n' for i in range(2000)))
 
-    # The tests themselves may run under nohup, which children inherit.
-    def hear_hangups() -> None:
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)
-
     def popen(faults: dict[str, Any], *args: str, **options: Any) -> subprocess.Popen[str]:
-        options.setdefault("preexec_fn", hear_hangups)
         return subprocess.Popen(
             [sys.executable, str(CHILD), json.dumps(faults), "run", "in.jsonl", *args],
             cwd=tmp_path,
@@ -87,8 +82,8 @@ def test_the_second_signal_does_not_wait(start: Start, tmp_path: Path) -> None:
     wait_for_rows(process, tmp_path / "out.partial")
     process.send_signal(signal.SIGINT)
     assert process.stderr is not None
-    while process.stderr.readline() != "giving up\n":
-        pass
+    while (line := process.stderr.readline()) != "giving up\n":
+        assert line, "the first signal was not heard"
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=10)
     assert process.returncode == 143
