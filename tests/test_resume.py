@@ -130,6 +130,24 @@ def test_starting_again_says_what_it_discards(invoke: Invoke, engine: Engine) ->
     assert len(engine.asked()) == 30
 
 
+@pytest.mark.parametrize("damage", [b"\0" * 9, b'"' * 9, b"\xff" * 9, b'{"index":', b"\x01" * 9])
+@pytest.mark.parametrize("order", ["input", "completion"])
+def test_damage_inside_a_line_never_gets_into_the_output(
+    invoke: Invoke, engine: Engine, damage: bytes, order: str
+) -> None:
+    interrupt(invoke, engine, 13)
+    data = Path("out.partial").read_bytes()
+    end = data.index(b"\n")
+    hurt = json.loads(data[:end])["index"]
+    Path("out.partial").write_bytes(data[: end - 40] + damage + data[end - 31 :])
+    result = invoke("--order", order)
+    assert result.exit_code == 0
+    assert "out.partial: 1 damaged line left out" in result.stderr
+    assert "resuming: 12 rows" in result.stderr
+    assert hurt in engine.asked()
+    assert sorted(row["index"] for row in rows("out")) == list(range(30))
+
+
 def test_many_ends(invoke: Invoke, engine: Engine) -> None:
     invoke()
     whole = Path("out").read_bytes()

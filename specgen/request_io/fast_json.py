@@ -8,12 +8,13 @@ everything that it refuses, goes to the strict parser, whose word counts.
 from __future__ import annotations
 
 import importlib
+import json
 import math
 import re
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["dump", "parse"]
+__all__ = ["dump", "is_json", "parse"]
 
 # A space between key and colon, which the count of keys would miss.
 _SPACED_COLON = re.compile(rb'"[ \t\n\r]+:')
@@ -48,6 +49,22 @@ def parse(data: bytes) -> dict[str, Any] | None:
     if type(value) is not dict or data.count(b'":') != _count_keys(value):
         return None
     return value
+
+
+def is_json(data: bytes) -> bool:
+    """Whether the bytes are one JSON text in UTF-8; numbers and keys may be of any kind."""
+    if _LOADS is not None:
+        try:
+            _LOADS(data)
+        except ValueError:
+            pass  # a lone surrogate, say, is for the other one
+        else:
+            return True
+    try:
+        json.loads(data.decode())
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _count_keys(value: dict[str, Any]) -> int:

@@ -28,6 +28,7 @@ from specgen.request_io.fingerprint import Fingerprint, differences
 from specgen.request_io.lines import json_lines, write_all, write_failed
 from specgen.request_io.partial import Head, LineReader, RowIndex, scan
 from specgen.request_io.shard import WHOLE, Shard
+from specgen.wording import counted
 
 __all__ = ["FileWriter", "OutputComplete", "OutputOptions", "beside", "write_file"]
 
@@ -247,13 +248,13 @@ class FileWriter:
             )
         self._compare(meta, str(self._partial))
         self._created = int(meta.get("created", self._created))
-        found = scan(fd, self._rows)
+        found = scan(fd, self._rows, whole=True)
         torn = os.fstat(fd).st_size - found.size
         if torn:
             os.ftruncate(fd, found.size)
             self._notify(f"cut {torn:,} bytes of a torn line from {self._partial}")
         if found.num_damaged:
-            self._notify(f"{self._partial}: {found.num_damaged:,} damaged lines are ignored")
+            self._notify(f"{self._partial}: {counted(found.num_damaged, 'damaged line')} left out")
         changed = check_input(self._rows, fd, self._options.digests, str(self._partial))
         if changed is not None:
             self._input_checked = True

@@ -1,8 +1,8 @@
-"""What a file of output rows holds, found by reading the heads of its lines only.
+"""What a file of output rows holds, found by the heads of its lines.
 
 Every output line begins with its index, the hash of its input line and its status, in this order.
-So a resume neither parses nor keeps the rows of an earlier run: it notes where each row's line
-begins, eight bytes a row, and reads a head again when the row's turn comes.
+So a resume keeps no rows of an earlier run: it notes where each row's line begins, eight bytes a
+row, and reads a head again when the row's turn comes. It parses lines only to find damaged ones.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from specgen.request_io.fast_json import is_json
 from specgen.request_io.shard import WHOLE, Shard
 
 __all__ = ["HEAD_BYTES", "Head", "LineReader", "RowIndex", "ScanResult", "read_head", "scan"]
@@ -177,8 +178,13 @@ class ScanResult:
     last_index: int = -1
 
 
-def scan(fd: int, rows: RowIndex) -> ScanResult:
-    """Put every line of a file into `rows`, reading heads only.
+def scan(fd: int, rows: RowIndex, *, whole: bool = False) -> ScanResult:
+    """Put every line of a file into `rows`.
+
+    Args:
+        fd: the file.
+        rows: takes the lines.
+        whole: parse each line too, so that a hole or garbage inside one is found.
 
     A line without a proper head or end, or with a NUL (which JSON never holds, but blocks that a
     power failure kept from the disk do), counts as damaged: its row will be generated again.
@@ -195,7 +201,7 @@ def scan(fd: int, rows: RowIndex) -> ScanResult:
             rest += chunk
         end = rest.rfind(b"\n") + 1
         if end:
-            _scan_lines(rest, end, result, rows)
+            _scan_lines(rest, end, result, rows, whole)
             rest = rest[end:]
     return result
 
@@ -211,7 +217,7 @@ def _join_line(fd: int, start: int, at: int) -> bytes:
     return b"".join(parts)
 
 
-def _scan_lines(data: bytes, end: int, result: ScanResult, rows: RowIndex) -> None:
+def _scan_lines(data: bytes, end: int, result: ScanResult, rows: RowIndex, whole: bool) -> None:
     match, find, owns, put = _HEAD.match, data.find, rows.shard.owns, rows.put
     base = result.size
     has_nul = data.find(b"\0", 0, end) >= 0
@@ -225,6 +231,7 @@ def _scan_lines(data: bytes, end: int, result: ScanResult, rows: RowIndex) -> No
             or data[stop - 1] != 125  # }
             or not owns(index := int(head[1]))
             or (has_nul and find(b"\0", start, stop) >= 0)
+            or (whole and not is_json(data[start:stop]))
         ):
             result.num_damaged += 1
         else:

@@ -89,3 +89,13 @@ def test_what_is_written_is_read_back(obj: dict[str, Any]) -> None:
 def test_it_is_used() -> None:
     assert fast_json.parse(b'{"prompt":"a","custom_id":"q1","max_tokens":5,"temperature":0.7}')
     assert fast_json.parse(b'{"messages": [{"role": "user", "content": "hi"}]}')
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_what_is_json(fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not fast:
+        monkeypatch.setattr(fast_json, "_LOADS", None)
+    for good in (b'{"a":1}', b'{"a":"\\ud800"}', b'{"a":1,"a":2}', b'{"a":123456789012345678901}'):
+        assert fast_json.is_json(good), good
+    for bad in (b"", b'{"a":1}x', b'{"a":"\x00"}', b'{"a":"\xff"}', b'{"a":1,}', b'{"a":"\n"}'):
+        assert not fast_json.is_json(bad), bad
