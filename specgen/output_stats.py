@@ -114,18 +114,25 @@ class OutputStats:
         self._num_worst = num_worst
 
     def read(self, lines: Iterable[RawLine]) -> None:
-        """Count all lines.
+        """Count all lines; a torn one at the end of an `OUT.partial` is left out.
 
         Raises:
             InputError: one of them is no output line.
         """
+        torn: InputError | None = None
         for raw in lines:
+            if torn is not None and raw.line > 1:
+                raise torn
+            torn = None
             try:
                 self._add(parse_object(raw.data), raw)
             except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
                 raise _no_output(raw, f"{type(error).__name__}: {error}") from error
             except RefusedError as error:
-                raise _no_output(raw, str(error)) from error
+                if not raw.source.endswith(".partial") or not raw.data.startswith(b"{"):
+                    raise _no_output(raw, str(error)) from error
+                # Refused after all if another line of this file comes.
+                torn = _no_output(raw, str(error))
 
     def _add(self, record: Mapping[str, Any], raw: RawLine) -> None:
         if record["status"] == "error":

@@ -168,3 +168,20 @@ def test_a_closed_pipe_is_quiet(show: Show) -> None:
     )
     assert done.returncode in (0, 141)
     assert done.stderr == b""
+
+
+def test_a_torn_line_ends_a_partial_output(tmp_path: Path) -> None:
+    whole = "".join(json.dumps(row(index)) + "\n" for index in range(3))
+    partial, other = tmp_path / "out.jsonl.partial", tmp_path / "out.jsonl"
+    other.write_text(whole)
+    for paths in ([partial], [partial, other], [other, partial]):
+        partial.write_text(whole + whole[:90])
+        result = CliRunner().invoke(cli, ["stats", "--json", *map(str, paths)])
+        assert result.exit_code == 0
+        assert json.loads(result.stdout)["rows"]["done"] == 3 * len(paths)
+    partial.write_text(whole[:90] + "\n" + whole)
+    other.write_text(whole + whole[:90])
+    for path, line in ((partial, 1), (other, 4)):
+        result = CliRunner().invoke(cli, ["stats", str(path)])
+        assert result.exit_code == 4
+        assert f"{path}:{line}: is no line of an output" in result.stderr
