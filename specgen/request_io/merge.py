@@ -74,7 +74,10 @@ def merge_shards(paths: Sequence[str], output: str, *, overwrite: bool = False) 
             scan(file.fileno(), rows)
             missing = next(rows.missing(part.shard.num_rows(part.meta["num_rows"])), None)
             if missing is not None:
-                raise InputError(f"{part.path}: has no row {missing}", "run the shard again")
+                raise InputError(
+                    f"{part.path}: has no row {missing}",
+                    "run the shard again with --retry-errors (what is missing) or --overwrite",
+                )
             readers.append(LineReader(file.fileno()))
             indices.append(rows)
         try:

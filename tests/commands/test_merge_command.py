@@ -101,7 +101,9 @@ def test_damaged_and_unfinished_shards(shards: list[str]) -> None:
     lines = Path(shards[1]).read_bytes().splitlines(keepends=True)
     Path(shards[1]).write_bytes(b"".join(lines[1:]))
     index: Any = json.loads(lines[0])["index"]
-    check_refused(f"part2: has no row {index}", *shards)
+    check_refused(
+        f"part2: has no row {index}\nhint: run the shard again with --retry-errors", *shards
+    )
     Path(shards[1]).rename(f"{shards[1]}.partial")
     check_refused("part2: is not finished", *shards)
     Path(f"{shards[1]}.partial").rename(shards[1])
