@@ -217,6 +217,7 @@ USAGE = [
     (["run", "-", "-"], 2, "only once"),
     (["run", "in.jsonl", "-o", "in.jsonl", "--overwrite"], 2, "is an input of this run"),
     (["run", "in.jsonl", "--summary", "in.jsonl"], 2, "is an input or the output"),
+    (["run", "in.jsonl", "--summary", "-"], 2, "--summary -: must be a file"),
     (
         ["run", "in.jsonl", "--system-prompt", "S", "--apply-chat-template", "never"],
         2,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from fake_engine import FakeEngine
 
 from specgen.cli import cli
 from specgen.commands import run as run_command
+from specgen.interrupts import StopRun
 from specgen.sampling_params import SamplingParams
 
 Invoke = Callable[..., Result]
@@ -94,7 +96,7 @@ def test_a_run_goes_on_where_it_ended(invoke: Invoke, engine: Engine) -> None:
     assert Path("out").read_bytes() == whole
     assert sorted(os.listdir()) == ["in.jsonl", "out", "out.meta.json"]
     events = [json.loads(line) for line in result.stderr.splitlines()]
-    assert events[0]["message"].startswith("resuming: 13 rows are in ")
+    assert events[0]["message"].startswith("resuming after 13 rows in ")
     assert events[1]["total"] == 17
     assert events[-1]["rows"] == {"done": 17, "ok": 17, "failed": 0, "kept": 13, "errors": {}}
 
@@ -113,7 +115,7 @@ def test_a_replacement_that_ends_early_goes_on(
     interrupt(invoke, engine, 4, *again)
     result = invoke(*again)
     assert result.exit_code == 0
-    assert "resuming: 17 rows are in " in result.stderr
+    assert "resuming after 17 rows in " in result.stderr
     assert len(engine.asked()) == 13
     assert sorted(os.listdir()) == ["in.jsonl", "out", "out.meta.json"]
     assert [row["index"] for row in rows("out")] == list(range(30))
@@ -125,8 +127,7 @@ def test_starting_again_says_what_it_discards(invoke: Invoke, engine: Engine) ->
     interrupt(invoke, engine, 13)
     result = invoke("--overwrite")
     assert result.exit_code == 0
-    assert "13 finished rows of " in result.stderr
-    assert "out.partial are discarded" in result.stderr
+    assert "discarding 13 finished rows of " in result.stderr
     assert len(engine.asked()) == 30
 
 
@@ -143,7 +144,7 @@ def test_damage_inside_a_line_never_gets_into_the_output(
     result = invoke("--order", order)
     assert result.exit_code == 0
     assert "out.partial: 1 damaged line left out" in result.stderr
-    assert "resuming: 12 rows" in result.stderr
+    assert "resuming after 12 rows" in result.stderr
     assert hurt in engine.asked()
     assert sorted(row["index"] for row in rows("out")) == list(range(30))
 
@@ -190,7 +191,7 @@ def test_changed_lines_are_run_again_and_leave_no_trace(invoke: Invoke, engine: 
     Path("in.jsonl").write_text("".join(lines[:16]))
     result = invoke()
     assert result.exit_code == 0
-    assert "1 rows are run again: their input lines have changed" in result.stderr
+    assert "running 1 row of changed input lines again" in result.stderr
     assert engine.asked() == [3]
     found = rows("out")
     assert [row["index"] for row in found] == list(range(16))
@@ -426,6 +427,36 @@ def test_the_limit_may_grow(invoke: Invoke, engine: Engine) -> None:
     interrupt(invoke, engine, 8, "--limit", "10")
     assert invoke("--limit", "20").exit_code == 0
     assert engine.asked() == list(range(8, 20))
+
+
+def test_one_row_is_counted_as_one(invoke: Invoke, engine: Engine) -> None:
+    result = interrupt(invoke, engine, 1)
+    assert "\n1 finished row is kept in " in result.stderr
+    assert "resuming after 1 row in " in invoke().stderr
+
+
+@pytest.mark.parametrize("where", ["_fingerprint", "_load"])
+@pytest.mark.parametrize(
+    ("signum", "code", "reason"),
+    [(signal.SIGINT, 130, "before the end"), (signal.SIGALRM, 143, "by the time limit")],
+)
+def test_a_stop_during_the_start_is_no_silent_one(
+    invoke: Invoke,
+    monkeypatch: pytest.MonkeyPatch,
+    where: str,
+    signum: int,
+    code: int,
+    reason: str,
+) -> None:
+    def stop(_: Any) -> Any:
+        raise StopRun(signum)
+
+    monkeypatch.setattr(run_command, where, stop)
+    result = invoke("--overwrite")
+    assert result.exit_code == code
+    assert f"stopped {reason}" in result.stderr
+    assert "no row was finished in this run: to go on, give the same command" in result.stderr
+    assert os.listdir() == ["in.jsonl"]
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from specgen.commands.flags import (
 from specgen.commands.run_options import RunOptions, sampling_of
 from specgen.errors import ExitCode, OutputError, SpecgenError, UsageError
 from specgen.interrupts import Interrupts, StopRun
+from specgen.wording import counted
 
 if TYPE_CHECKING:
     from specgen.display import Display
@@ -39,6 +40,9 @@ if TYPE_CHECKING:
     from specgen.sampling_params import SamplingParams
 
 __all__ = ["run"]
+
+
+_NOTHING_DONE = "no row was finished in this run: to go on, give the same command again"
 
 
 @click.command()
@@ -55,8 +59,13 @@ def run(inputs: tuple[str, ...], **flags: Any) -> int:
     limit = flags.pop("time_limit")
     deadline = None if limit is None else time.monotonic() + limit
     options = RunOptions.from_flags(inputs, flags, _command_to_go_on())
-    with Interrupts(on_leave=_restore_cursor, deadline=deadline) as interrupts:
-        return _run(options, interrupts)
+    try:
+        with Interrupts(on_leave=_restore_cursor, deadline=deadline) as interrupts:
+            return _run(options, interrupts)
+    except StopRun as stop:
+        # So early that there was no output yet, or nobody to tell of it.
+        click.echo(f"{_reason(stop)}; {_NOTHING_DONE}", err=True)
+        return stop.exit_code
 
 
 def _command_to_go_on() -> str:
@@ -105,7 +114,8 @@ def _run(options: RunOptions, interrupts: Interrupts) -> int:
     finally:
         display.close()
         if not ended and (kept := writer.abort()) is not None:
-            display.note(f"{writer.num_rows:,} finished rows are kept in {kept}")
+            are = "is" if writer.num_rows == 1 else "are"
+            display.note(f"{counted(writer.num_rows, 'finished row')} {are} kept in {kept}")
             display.note(f"to go on: {options.command}")
     return ExitCode.FAILED_ROWS if job.rows_failed else ExitCode.OK
 
@@ -175,8 +185,9 @@ def _already_complete(options: RunOptions, meta: dict[str, Any], display: Displa
 
 def _drive(options: RunOptions, job: Job) -> None:
     """Load, run, complete the output."""
+    from specgen.request_io.read_ahead import ReadAhead
     from specgen.request_io.reader import read_rows
-    from specgen.request_io.source import count_rows
+    from specgen.request_io.source import STDIN, count_rows, read_lines
 
     started = datetime.now(UTC)
     total = count_rows(options.inputs, options.read.limit)
@@ -189,7 +200,11 @@ def _drive(options: RunOptions, job: Job) -> None:
         job.display.warn("--rejection-sample synthetic: the output does not follow the target")
     _warn_of_ignored(settings["generation_config_ignored"], job.display)
     read = replace(options.read, sampling=sampling)
-    job.run(engine, read_rows(options.inputs, read, job.writer.keep))
+    if all(path != STDIN and os.path.isfile(path) for path in options.inputs):
+        job.run(engine, read_rows(options.inputs, read, job.writer.keep))
+    else:  # a pipe may keep its lines waiting, finished rows must not wait with them
+        lines = ReadAhead(read_lines(options.inputs))
+        job.run(engine, read_rows(options.inputs, read, job.writer.keep, lines), lines.ready)
     seconds = job.stats.elapsed()
     job.display.close()
     if engine.num_memory_faults:
@@ -306,6 +321,10 @@ def _check_summary(options: RunOptions) -> None:
     """Find out now, not after hours, that the summary cannot be written."""
     if options.summary is None:
         return
+    if options.summary == "-":
+        raise UsageError(
+            "--summary -: must be a file", "--progress json reports the figures on standard error"
+        )
     path = Path(options.summary)
     others = [p for p in (*options.inputs, options.output) if p not in (None, "-")]
     if any(os.path.realpath(str(p)) == os.path.realpath(path) for p in others):
@@ -343,7 +362,13 @@ def _stopped(options: RunOptions, job: Job, stop: StopRun) -> None:
         _write_summary(options, job, job.stats.elapsed(), complete=False)
     except SpecgenError as error:
         job.display.warn(str(error))
-    job.display.note("stopped by the time limit" if stop.timed_out else "stopped before the end")
+    job.display.note(_reason(stop))
+    if options.output not in (None, "-") and not job.writer.num_rows:
+        job.display.note(_NOTHING_DONE)
+
+
+def _reason(stop: StopRun) -> str:
+    return "stopped by the time limit" if stop.timed_out else "stopped before the end"
 
 
 def _isatty(stream: Any) -> bool:

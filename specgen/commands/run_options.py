@@ -41,7 +41,6 @@ class RunOptions:
         read: how lines become rows.
         command: the command line that goes on where this run stops.
         output: `-o` as given.
-        to_file: whether the output is a file, which has an order and can be resumed.
         The others are the flags of the same names.
     """
 

@@ -192,7 +192,7 @@ class FileWriter:
     def _discard(self, fd: int) -> None:
         """Empty the partial output, not without a word."""
         if num_lines := scan(fd, RowIndex()).num_lines:
-            self._notify(f"{num_lines:,} finished rows of {self._partial} are discarded")
+            self._notify(f"discarding {counted(num_lines, 'finished row')} of {self._partial}")
         os.ftruncate(fd, 0)
 
     def _reopen_finished(self) -> None:
@@ -259,13 +259,13 @@ class FileWriter:
         if changed is not None:
             self._input_checked = True
         if changed:
-            self._notify(f"{changed:,} rows are run again: their input lines have changed")
+            self._notify(f"running {counted(changed, 'row')} of changed input lines again")
         if self._options.retry_errors:
-            self._notify(f"{self._rows.drop_failed():,} failed rows will be tried again")
+            self._notify(f"trying {counted(self._rows.drop_failed(), 'failed row')} again")
         self._size, self._num_lines = found.size, found.num_lines
         self._in_order, self._last_index = found.in_order, found.last_index
         self._num_rows = self._rows.count()
-        self._notify(f"resuming: {self._num_rows:,} rows are in {self._partial} already")
+        self._notify(f"resuming after {counted(self._num_rows, 'row')} in {self._partial}")
 
     def _compare(self, meta: Mapping[str, Any], name: str) -> None:
         """Refuse to mix rows made under different settings."""
