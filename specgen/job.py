@@ -81,14 +81,24 @@ class Job:
         """Failed rows of the output, those of earlier runs included."""
         return self.stats.rows_failed + self.stats.rows_kept_failed
 
-    def run(self, engine: RowEngine, rows: Iterable[PromptRow | RequestOutput | PassedRow]) -> None:
+    def run(
+        self,
+        engine: RowEngine,
+        rows: Iterable[PromptRow | RequestOutput | PassedRow],
+        ready: Callable[[], bool] = lambda: True,
+    ) -> None:
         """Drive all rows to the output; whatever `rows`, engine or writer raise goes through.
 
         What is finished when that happens is written first, unless it is the writer that fails.
+
+        Args:
+            engine: what runs the rows.
+            rows: what came of the lines.
+            ready: whether the next of `rows` is there without waiting.
         """
         self.stats.restart_clock()
         try:
-            for output in engine.generate(self._good_rows(rows)):
+            for output in engine.generate(_GoodRows(self, iter(rows), ready)):
                 self._accept(output)
         except (OutputError, BrokenPipeError):
             raise
@@ -100,20 +110,18 @@ class Job:
                         self._accept(output)
             raise
 
-    def _good_rows(
-        self, rows: Iterable[PromptRow | RequestOutput | PassedRow]
-    ) -> Iterator[PromptRow]:
-        """Rows for the engine; a row that is bad already is written on the way."""
-        for item in rows:
-            row = item.row if isinstance(item, RequestOutput) else item
-            self._input_hash.update(bytes.fromhex(row.input_hash))
-            self.num_rows += 1
-            if isinstance(item, PromptRow):
-                yield item
-            elif isinstance(item, RequestOutput):
-                self._accept(item)
-            elif item.kept is not None:
-                self.stats.keep(failed=item.kept.failed)
+    def sort(self, item: PromptRow | RequestOutput | PassedRow) -> PromptRow | None:
+        """A row for the engine; one that is bad already is written on the way."""
+        row = item.row if isinstance(item, RequestOutput) else item
+        self._input_hash.update(bytes.fromhex(row.input_hash))
+        self.num_rows += 1
+        if isinstance(item, PromptRow):
+            return item
+        if isinstance(item, RequestOutput):
+            self._accept(item)
+        elif item.kept is not None:
+            self.stats.keep(failed=item.kept.failed)
+        return None
 
     def _accept(self, output: RequestOutput) -> None:
         with self.interrupts.held():
@@ -136,3 +144,40 @@ class Job:
         if warning is not None:
             self._has_warned = True
             self.display.warn(warning, _DRAFT_HINT)
+
+
+class _GoodRows(Iterator[PromptRow]):
+    """The rows that the engine is to run, as they come in."""
+
+    def __init__(
+        self,
+        job: Job,
+        items: Iterator[PromptRow | RequestOutput | PassedRow],
+        ready: Callable[[], bool],
+    ) -> None:
+        self._job = job
+        self._items = items
+        self._item_ready = ready
+        self._next: PromptRow | None = None
+        self._ended = False
+
+    def ready(self) -> bool:
+        """Whether the next row, or the end, is there without waiting."""
+        while self._next is None and not self._ended and self._item_ready():
+            self._take()
+        return self._next is not None or self._ended
+
+    def __next__(self) -> PromptRow:
+        while self._next is None and not self._ended:
+            self._take()
+        if self._next is None:
+            raise StopIteration
+        row, self._next = self._next, None
+        return row
+
+    def _take(self) -> None:
+        item = next(self._items, None)
+        if item is None:
+            self._ended = True
+        else:
+            self._next = self._job.sort(item)

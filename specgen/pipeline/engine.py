@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -115,12 +115,16 @@ class Engine:
     def generate(self, rows: Iterable[PromptRow]) -> Iterator[RequestOutput]:
         """Run rows to their end, pulling them as slots come free; yields in order of completion.
 
-        A row that cannot be run comes out at once, with its ``error``.
+        A row that cannot be run comes out at once, with its ``error``. Rows that have a method
+        ``ready`` are waited for only when there is nothing else to do.
         """
         source = iter(rows)
+        ready: Callable[[], bool] = getattr(rows, "ready", lambda: True)
         exhausted = False
         while True:
             while not exhausted and self.num_waiting < self._pipeline.max_num_waiting:
+                if self.has_unfinished() and not ready():
+                    break
                 row = next(source, None)
                 if row is None:
                     exhausted = True

@@ -13,7 +13,7 @@ engine, or misspelt) is an error. Every other key is data, and is carried into t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal
@@ -88,6 +88,7 @@ def read_rows(
     paths: Sequence[str],
     options: ReadOptions,
     keep: Callable[[int, str], Head | None] = lambda index, input_hash: None,
+    lines: Iterable[RawLine] | None = None,
 ) -> Iterator[PromptRow | RequestOutput | PassedRow]:
     """Rows of all inputs, lazily and in order; a bad line comes as a finished `RequestOutput`.
 
@@ -95,6 +96,7 @@ def read_rows(
         paths: files, or `-`.
         options: how lines become rows.
         keep: told index and hash of a line, returns what an earlier run left of it, if anything.
+        lines: those of the inputs, where something else reads them.
 
     Raises:
         InputError: an input that cannot be read (further).
@@ -102,7 +104,7 @@ def read_rows(
     if options.limit == 0:
         return
     whole = options.shard.count == 1
-    for index, raw in enumerate(read_lines(paths)):
+    for index, raw in enumerate(read_lines(paths) if lines is None else lines):
         if not (whole or options.shard.owns(index)):
             yield PassedRow(index, raw.digest)
         elif (kept := keep(index, raw.digest)) is not None:
