@@ -18,6 +18,7 @@ from specgen.request_io.reader import PassedRow
 from specgen.request_io.record import error_message, hint_for, to_record
 from specgen.request_io.writer import RowWriter
 from specgen.stats import RunStats
+from specgen.wording import counted
 
 __all__ = ["Job", "RowEngine"]
 
@@ -134,7 +135,8 @@ class Job:
         self.display.advance(self.stats)
         if self.max_errors is not None and self.stats.rows_failed > self.max_errors:
             raise InputError(
-                f"{self.stats.rows_failed:,} rows have failed, --max-errors is {self.max_errors}",
+                f"{counted(self.stats.rows_failed, 'row')} failed, "
+                f"--max-errors is {self.max_errors}",
                 "mend the rows or the settings; --retry-errors then tries failed rows again",
             )
 

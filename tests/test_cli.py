@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -427,3 +428,11 @@ def test_help_without_a_reader(redirect: str, code: int) -> None:
     assert done.returncode == code
     assert b"Traceback" not in done.stderr
     assert b"Exception ignored" not in done.stderr
+
+
+def test_help_lists_every_exit_code() -> None:
+    from specgen.errors import ExitCode
+
+    listed = CliRunner().invoke(cli, ["run", "--help"]).output.partition("Exit codes:")[2]
+    numbers = set(re.findall(r"[0-9]+", listed.partition("Options:")[0]))
+    assert {str(int(code)) for code in ExitCode} | {"129"} == numbers

@@ -383,7 +383,7 @@ def test_max_errors(invoke: Invoke, engine: Engine) -> None:
     Path("in.jsonl").write_text("".join(lines))
     result = invoke("--max-errors", "2")
     assert result.exit_code == 4
-    assert "error: 3 rows have failed, --max-errors is 2\nhint: " in result.stderr
+    assert "error: 3 rows failed, --max-errors is 2\nhint: " in result.stderr
     assert "finished rows are kept in" in result.stderr
     assert [r["index"] for r in rows("out.partial") if r["status"] == "error"] == [3, 9, 10]
     assert invoke("--max-errors", "2").exit_code == 3

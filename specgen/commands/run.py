@@ -53,8 +53,8 @@ def run(inputs: tuple[str, ...], **flags: Any) -> int:
 
     A run with -o that was stopped, killed or cut off goes on when the same command is given again.
 
-    Exit codes: 0 all rows ok, 2 usage, 3 some rows failed, 4 input, 5 model or machine, 6 output,
-    130 and 143 stopped (143 by the time limit too).
+    Exit codes: 0 all rows ok, 1 a fault of specgen, 2 usage, 3 some rows failed, 4 input, 5 model
+    or machine, 6 output, 129, 130 and 143 stopped (143 by the time limit too), 141 closed pipe.
     """
     limit = flags.pop("time_limit")
     deadline = None if limit is None else time.monotonic() + limit

@@ -68,7 +68,8 @@ def _parse_strictly(data: bytes) -> dict[str, Any]:
         value = _DECODER.decode(text)
     except json.JSONDecodeError as error:
         raise RefusedError(
-            "invalid_json", f"line is not valid JSON: {error.msg} at column {error.colno}"
+            "invalid_json",
+            f"line is not valid JSON: {error.msg.removesuffix(' at')} at column {error.colno}",
         ) from error
     except RecursionError as error:
         raise RefusedError("invalid_json", "line is nested too deeply") from error

@@ -60,7 +60,7 @@ BAD_LINES = [
     ("nope", "invalid_json", "line is not valid JSON: Expecting value at column 1"),
     ('{"prompt": "a"', "invalid_json", "column 15"),
     ('{"prompt": "a"} x', "invalid_json", "Extra data"),
-    ('{"prompt": "a\tb"}', "invalid_json", "Invalid control character"),
+    ('{"prompt": "a\tb"}', "invalid_json", "Invalid control character at column 14"),
     (b'{"prompt": "\xff"}', "invalid_json", "not valid UTF-8: byte 0xff at 12"),
     (b'{"prompt": "\xed\xa0\x80"}', "invalid_json", "not valid UTF-8"),
     ("[" * 100_000, "invalid_json", "nested too deeply"),
