@@ -90,7 +90,14 @@ def _examine(
             num_speculative_tokens=config.num_speculative_tokens,
             draft_sample=config.draft_sample,
         )
-    resolved = _try("machine", "settings", lambda: resolve(on_disk))
+    try:
+        resolved = resolve(on_disk)
+    except SpecgenError as error:
+        advice = error.hint
+        if advice is not None and "specgen doctor" in advice:  # which is what the user is reading
+            advice = "install the driver and a CUDA build of torch, or give --device cpu"
+        finding = Finding("machine", "settings", error.message, "problem", advice)
+        raise _ProblemError(finding) from error
     yield from _tokenizer(resolved)
     yield from _generation(resolved)
     head = None

@@ -278,3 +278,17 @@ def test_what_the_table_shows(pair: tuple[Path, Path]) -> None:
     ]
     assert any(line.split()[:2] == ["ok", "python"] for line in lines)
     assert any("backend" in line for line in lines)
+
+
+def test_a_gpu_that_is_not_there_gets_a_hint_of_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from specgen.config import EngineConfig
+    from specgen.doctor_pair import examine_pair
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    *_, last = examine_pair(EngineConfig(device="cuda"))
+    assert (last.name, last.status) == ("settings", "problem")
+    assert last.hint is not None
+    assert "--device cpu" in last.hint
+    assert "doctor" not in last.hint
