@@ -102,13 +102,17 @@ def settings_view(
     wide = [pair for pair in pairs if len(pair[1]) > 36]
     short = [pair for pair in pairs if len(pair[1]) <= 36]
     name_width = max((len(name) for name, _ in pairs), default=0)
+    name_width = min(name_width, console.width // 2)
     value_width = max((len(value) for _, value in short), default=0)
+    room = max(console.width - name_width - 4, 1)  # two spaces after each column
+    value_width = min(value_width, room)
     columns = max(1, min(3, console.width // (name_width + value_width + 5)))
     rows = -(-len(short) // columns)
+    style = "bright_black" if is_fancy(console) else ""
     table = Table.grid(padding=(0, 2))
     for _ in range(columns):
-        table.add_column(style="bright_black" if is_fancy(console) else "", min_width=name_width)
-        table.add_column(min_width=value_width, overflow="fold")
+        table.add_column(style=style, width=name_width, overflow="fold")
+        table.add_column(width=value_width, overflow="fold")
     for row in range(rows):
         cells: list[str | Text] = []
         for column in range(columns):
@@ -116,8 +120,8 @@ def settings_view(
             cells += [Text(text) for text in short[at]] if at < len(short) else ["", ""]
         table.add_row(*cells)
     long = Table.grid(padding=(0, 2))
-    long.add_column(style="bright_black" if is_fancy(console) else "", min_width=name_width)
-    long.add_column(overflow="fold")
+    long.add_column(style=style, width=name_width, overflow="fold")
+    long.add_column(width=room, overflow="fold")
     for name, value in wide:
         long.add_row(Text(name), Text(value))
     from rich.console import Group

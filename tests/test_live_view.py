@@ -64,3 +64,20 @@ def test_settings_fill_the_width(width: int) -> None:
     assert "".join(words).count("/a/long/path") == 12 or width < 60
     assert (len(text.splitlines()) < 15) == (width >= 80)
     assert draw(lambda c: settings_view({}, c, format_value), width).strip() == ""
+
+
+@pytest.mark.parametrize("width", [40, 20])
+def test_settings_are_folded_and_never_cropped(width: int) -> None:
+    import io
+
+    from rich.console import Console
+
+    from specgen.live_view import settings_view
+
+    settings = {"num_speculative_tokens_of_all": "v" * 30, "other": "w" * 60}
+    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
+    console.print(settings_view(settings, console, str))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert max(map(len, text.splitlines())) <= width
+    assert (text.count("v"), text.count("w")) == (31, 60)
+    assert "…" not in text
