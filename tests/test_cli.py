@@ -7,10 +7,10 @@ import json
 import os
 import random
 import re
+import resource
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -408,12 +408,14 @@ def test_help_imports_no_heavy_library() -> None:
 
 
 def test_help_is_quick() -> None:
+    # Processor time: the clock also counts whatever else the machine is doing.
     times = []
     for _ in range(3):
-        start = time.perf_counter()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         command = [sys.executable, "-m", "specgen", "--help"]
         done = subprocess.run(command, capture_output=True, env=ENVIRONMENT)
-        times.append(time.perf_counter() - start)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
         assert done.returncode == 0
     assert min(times) < 0.5
 
