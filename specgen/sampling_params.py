@@ -7,88 +7,20 @@ Names and ranges follow the OpenAI API where it has them. Types are strict: `tru
 from __future__ import annotations
 
 import difflib
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
 
-__all__ = ["UNSUPPORTED_KEYS", "SamplingParams", "is_sampling_key", "looks_like_sampling_key"]
+from specgen.unsupported_sampling import UNSUPPORTED_KEYS, asks_for_nothing
+
+__all__ = ["SamplingParams", "is_sampling_key", "looks_like_sampling_key"]
 
 _INT32_MAX = 2**31 - 1
 _INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
 _MAX_SAMPLES = 10_000
-
-#: Sampling keys of other engines that would change the text but that no code here honours.
-#: A line that sets one becomes an error row, because ignoring it would give other text than asked.
-UNSUPPORTED_KEYS: frozenset[str] = frozenset(
-    {
-        "allowed_token_ids",
-        "bad_words",
-        "beam_search",
-        "best_of",
-        "chat_template",
-        "chat_template_kwargs",
-        "continue_final_message",
-        "do_sample",
-        "dry_multiplier",
-        "early_stopping",
-        "echo",
-        "epsilon_cutoff",
-        "eta_cutoff",
-        "eos_token_id",
-        "frequency_penalty",
-        "function_call",
-        "functions",
-        "grammar",
-        "guided_choice",
-        "guided_decoding",
-        "guided_grammar",
-        "guided_json",
-        "guided_regex",
-        "include_stop_str_in_output",
-        "json_schema",
-        "length_penalty",
-        "logit_bias",
-        "logits_processors",
-        "logprobs",
-        "max_length",
-        "max_new_tokens",
-        "min_length",
-        "min_new_tokens",
-        "min_p",
-        "min_tokens",
-        "mirostat",
-        "mirostat_eta",
-        "mirostat_tau",
-        "no_repeat_ngram_size",
-        "num_beams",
-        "num_return_sequences",
-        "presence_penalty",
-        "prompt_logprobs",
-        "reasoning_effort",
-        "repeat_penalty",
-        "repetition_penalty",
-        "response_format",
-        "skip_special_tokens",
-        "stop_sequences",
-        "stop_strings",
-        "stop_words",
-        "structured_outputs",
-        "suffix",
-        "temperature_last",
-        "thinking_token_budget",
-        "tool_choice",
-        "tools",
-        "top_a",
-        "top_logprobs",
-        "truncate_prompt_tokens",
-        "typical_p",
-        "use_beam_search",
-        "xtc_probability",
-        "xtc_threshold",
-    }
-)
 
 _SAME_AS = {
     "max_length": "max_tokens",
@@ -161,7 +93,8 @@ class SamplingParams:
     ) -> SamplingParams:
         """Parameters of one line: `mapping` over `defaults`.
 
-        `max_completion_tokens` is another name of `max_tokens`; a null value means "not given";
+        `max_completion_tokens` is another name of `max_tokens`; a null value means "not given", and
+        so does an unsupported key at a value that asks for nothing (`presence_penalty: 0`);
         `speculative` is an object whose only key is `num_speculative_tokens`.
 
         Raises:
@@ -170,7 +103,7 @@ class SamplingParams:
         base = defaults if defaults is not None else cls()
         given: dict[str, Any] = {}
         for key, value in mapping.items():
-            if value is None and (is_sampling_key(key) or key in UNSUPPORTED_KEYS):
+            if asks_for_nothing(key, value) or (value is None and is_sampling_key(key)):
                 continue
             if not is_sampling_key(key):
                 raise ValueError(_unknown(key))
@@ -222,7 +155,7 @@ def _squash(key: str) -> str:
     return key.lower().replace("_", "").replace("-", "")
 
 
-_SQUASHED = {_squash(key): key for key in sorted(_LINE_KEYS | UNSUPPORTED_KEYS)}
+_SQUASHED = {_squash(key): key for key in sorted({*_LINE_KEYS, *UNSUPPORTED_KEYS})}
 _LONG_KEYS = [key for key in _SQUASHED if len(key) >= 4]
 
 
@@ -250,7 +183,8 @@ def _unknown(key: str) -> str:
     if key in _SAME_AS:
         return f'"{key}" is not supported; use "{_SAME_AS[key]}"'
     if key in UNSUPPORTED_KEYS:
-        return f'"{key}" is not supported'
+        off = UNSUPPORTED_KEYS[key]
+        return f'"{key}" is not supported' + (f", but for {json.dumps(off[0])}" if off else "")
     close = _closest(key)
     if close is not None and close in _LINE_KEYS:
         return f'"{key}" is not a sampling key; did you mean "{close}"?'

@@ -5,12 +5,8 @@ from typing import Any
 
 import pytest
 
-from specgen.sampling_params import (
-    UNSUPPORTED_KEYS,
-    SamplingParams,
-    is_sampling_key,
-    looks_like_sampling_key,
-)
+from specgen.sampling_params import SamplingParams, is_sampling_key, looks_like_sampling_key
+from specgen.unsupported_sampling import UNSUPPORTED_KEYS
 
 BAD = [
     ("temperature", -1, '"temperature" must be >= 0, got -1'),
@@ -98,11 +94,23 @@ def test_speculative_object() -> None:
 
 
 @pytest.mark.parametrize("key", sorted(UNSUPPORTED_KEYS))
-def test_unsupported_keys_are_refused_by_name(key: str) -> None:
+def test_unsupported_keys_are_refused_by_name_unless_they_ask_for_nothing(key: str) -> None:
     assert looks_like_sampling_key(key)
-    with pytest.raises(ValueError, match=f'^"{key}" is not supported'):
-        SamplingParams.from_mapping({key: 0})
-    assert SamplingParams.from_mapping({key: None}) == SamplingParams()  # asks for nothing
+    for value in (7, True, 0, 1, False, "x", [1], {"a": 1}):
+        if any(type(value) is type(off) and value == off for off in UNSUPPORTED_KEYS[key]):
+            continue
+        with pytest.raises(ValueError, match=f'^"{key}" is not supported'):
+            SamplingParams.from_mapping({key: value})
+    defaults = SamplingParams(temperature=0.5)
+    for off in (None, *UNSUPPORTED_KEYS[key]):
+        assert SamplingParams.from_mapping({key: off}, defaults) == defaults
+        if type(off) is int:
+            assert SamplingParams.from_mapping({key: float(off)}, defaults) == defaults
+
+
+def test_a_refusal_names_the_value_that_would_pass() -> None:
+    with pytest.raises(ValueError, match=r'^"presence_penalty" is not supported, but for 0$'):
+        SamplingParams.from_mapping({"presence_penalty": 0.5})
 
 
 @pytest.mark.parametrize(

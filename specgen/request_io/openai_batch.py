@@ -14,7 +14,8 @@ from typing import Any
 from specgen.pipeline.request import ChoiceOutput, RequestOutput
 from specgen.request_io.record import error_object, head, metrics, row_metrics, usage
 from specgen.request_io.strict_json import RefusedError, kind_of
-from specgen.sampling_params import UNSUPPORTED_KEYS, looks_like_sampling_key
+from specgen.sampling_params import looks_like_sampling_key
+from specgen.unsupported_sampling import asks_for_nothing
 
 __all__ = ["is_batch_line", "to_envelope", "unwrap"]
 
@@ -22,21 +23,10 @@ _PROMPT_KEYS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt"}
 _LINE_KEYS = frozenset({"custom_id", "method", "url", "body"})
 # Of no effect on the text: what answers (this model, always), bookkeeping, how it is sent.
 _IGNORED = frozenset({"model", "user", "metadata", "store", "service_tier", "stream_options"})
-#: What options that are not honoured may say, because it asks for nothing.
+# Of no effect at these values; those of sampling are in `unsupported_sampling`.
 _OFF: Mapping[str, tuple[Any, ...]] = {
-    "best_of": (1,),
-    "echo": (False,),
-    "frequency_penalty": (0,),
-    "logit_bias": ({},),
-    "logprobs": (False,),
     "parallel_tool_calls": (True, False),
-    "presence_penalty": (0,),
-    "response_format": ({"type": "text"},),
     "stream": (False,),
-    "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "top_logprobs": (0,),
 }
 
 
@@ -83,14 +73,7 @@ def unwrap(obj: Mapping[str, Any], prompt_field: str) -> dict[str, Any]:
 
 
 def _is_off(key: str, value: Any) -> bool:
-    # Once a key is honoured it means what it says, at any value.
-    if key in UNSUPPORTED_KEYS or not looks_like_sampling_key(key):
-        # 0 == False, but type matters: 0 is no flag and false no number.
-        return any(
-            value == off and isinstance(value, bool) == isinstance(off, bool)
-            for off in _OFF.get(key, ())
-        )
-    return False
+    return asks_for_nothing(key, value) or any(value is off for off in _OFF.get(key, ()))
 
 
 def to_envelope(

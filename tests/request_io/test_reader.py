@@ -98,7 +98,7 @@ BAD_LINES = [
     ('{"prompt": "a", "temperature": -1}', "invalid_value", '"temperature" must be >= 0, got -1'),
     ('{"prompt": "a", "temperature": true}', "invalid_value", "must be a number, got true"),
     ('{"prompt": "a", "logprobs": 5}', "invalid_value", '"logprobs" is not supported'),
-    ('{"prompt": "a", "presence_penalty": 0}', "invalid_value", '"presence_penalty" is not'),
+    ('{"prompt": "a", "presence_penalty": 1}', "invalid_value", '"presence_penalty" is not'),
     ('{"prompt": "a", "min_p": 0.1}', "invalid_value", '"min_p" is not supported'),
     ('{"prompt": "a", "top_kk": 1}', "invalid_value", '"top_kk" is not a sampling key'),
     ('{"custom_id": "1", "body": {}}', "invalid_value", '"method" must be "POST", got null'),
@@ -209,3 +209,18 @@ def test_rows_are_numbered_over_all_inputs_and_read_lazily(tmp_path: Path) -> No
     assert list(read_rows(paths, ReadOptions(limit=0))) == []
     lazily = read_rows([str(first), str(tmp_path / "missing")], ReadOptions())
     assert isinstance(next(lazily), PromptRow)
+
+
+@pytest.mark.parametrize("body", [False, True])
+def test_options_that_ask_for_nothing_cost_no_row(body: bool) -> None:
+    options = {
+        "presence_penalty": 0.0, "frequency_penalty": 0, "repetition_penalty": 1.0, "min_p": 0,
+        "logprobs": False, "top_logprobs": None, "logit_bias": {}, "n": None, "temperature": 0.5,
+        "response_format": {"type": "text"}, "tools": [],
+    }  # fmt: skip
+    line: dict[str, Any] = {"prompt": "a", **options}
+    if body:
+        line = {"custom_id": "q", "method": "POST", "url": "/v1/completions", "body": line}
+    row = good(line)
+    assert row.sampling == SamplingParams(temperature=0.5)
+    assert row.extras == ({"custom_id": "q"} if body else {})
