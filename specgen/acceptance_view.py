@@ -1,203 +1,204 @@
-"""Acceptance in tables and bars, for terminals of any width and for logs."""
+"""What a run and an output say about acceptance, as tables and bars."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from specgen.stats import SpeculationStats
+from specgen.stats import RunStats, SpeculationStats
+from specgen.tables import Column, figure, fits, percent, table
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
+    from rich.console import Console, RenderableType
 
     from specgen.output_stats import OutputStats
 
-__all__ = [
-    "acceptance_table", "bar", "figure", "is_fancy", "new_table", "output_tables", "percent",
-]  # fmt: skip
+__all__ = ["output_tables", "summary_tables"]
 
-_WIDEST_BAR = 40
-_EIGHTHS = " ▏▎▍▌▋▊▉"
+_LABELS = (Column("", left=True), Column(""))
 
 
-def is_fancy(console: Console) -> bool:
-    """Whether the console shows box drawing and blocks."""
-    return console.is_terminal and not console.options.ascii_only
+def summary_tables(
+    stats: RunStats, seconds: float, console: Console, whole: RunStats | None = None
+) -> list[RenderableType]:
+    """The closing tables: the run, and its acceptance.
+
+    Args:
+        stats: of this run.
+        seconds: how long it took.
+        console: where they go.
+        whole: of the whole output, where earlier runs have a part in it.
+    """
+    own = [*_rows(stats), *_tokens(stats)]
+    own.append(("time", f"{seconds:,.1f} s"))
+    own.append(("completion tokens/s", f"{stats.completion_tokens / max(seconds, 1e-9):,.1f}"))
+    own += _speculation(stats)
+    if whole is None:
+        title = "Summary of this run" if stats.rows_kept else "Summary"
+        return [table(title, _LABELS, own, console), *_acceptance(stats.speculation, console)]
+    everything = dict([*_rows(whole), *_tokens(whole), *_speculation(whole)])
+    columns = (Column("", left=True), Column("this run"), Column("whole output"))
+    names = dict.fromkeys((*dict(own), *everything))
+    both = [(name, dict(own).get(name, ""), everything.get(name, "")) for name in names]
+    title = f"Summary, with {stats.rows_kept:,} rows of earlier runs"
+    if fits(columns, both, console):
+        summaries = [table(title, columns, both, console)]
+    else:
+        summaries = [
+            table("This run", _LABELS, own, console),
+            table("Whole output", _LABELS, list(everything.items()), console),
+        ]
+    return [*summaries, *_acceptance(whole.speculation, console, ", whole output")]
 
 
-def bar(share: float | None, width: int, *, fancy: bool) -> str:
-    """A horizontal bar of `share` (0..1) of `width` characters, to an eighth where blocks show."""
-    if share is None:
-        return ""
-    share = min(max(share, 0.0), 1.0)
-    if not fancy:
-        return "#" * round(share * width)
-    eighths = round(share * width * 8)
-    return "█" * (eighths // 8) + (_EIGHTHS[eighths % 8] if eighths % 8 else "")
-
-
-def figure(value: float | None, digits: int = 2) -> str:
-    """A number, or a dash."""
-    return "-" if value is None else f"{value:.{digits}f}"
-
-
-def percent(value: float | None) -> str:
-    """A share as a percentage, or a dash."""
-    return "-" if value is None else f"{100 * value:.1f} %"
-
-
-def new_table(title: str, console: Console, *, show_header: bool = True) -> Table:
-    """An empty table in the style that fits the console."""
-    from rich import box
-    from rich.table import Table
-
-    return Table(
-        title=title,
-        box=box.ROUNDED if is_fancy(console) else box.ASCII,
-        show_header=show_header,
-        title_justify="left",
-        title_style="bold",
-        header_style="" if not is_fancy(console) else "dim",
-    )
-
-
-def _bar_width(console: Console, other_columns: int) -> int:
-    return max(min(console.width - other_columns, _WIDEST_BAR), 6)
-
-
-def acceptance_table(spec: SpeculationStats, console: Console) -> Table:
-    """How often each draft position was accepted, and how many drafts a step accepted."""
-    fancy = is_fancy(console)
-    steps_width = max(len(f"{spec.num_spec_steps:,}"), 5)
-    width = _bar_width(console, 56 + steps_width)
-    table = new_table("Acceptance", console)
-    table.add_column("position", justify="right")
-    table.add_column("accepted", justify="right")
-    table.add_column("accepted drafts", justify="right")
-    table.add_column("steps", justify="right")
-    table.add_column("share of steps", min_width=width + 8)
-    rates: list[float | None] = [None, *spec.acceptance_per_position]
-    for count, steps in enumerate(spec.acceptance_histogram):
-        share = steps / spec.num_spec_steps
-        table.add_row(
-            str(count) if count else "",
-            percent(rates[count]) if count else "",
-            str(count),
-            f"{steps:,}",
-            f"{bar(share, width, fancy=fancy)} {100 * share:.1f} %",
-        )
-    return table
-
-
-def _bars(
-    title: str,
-    columns: Sequence[str],
-    rows: Iterable[tuple[Sequence[str], float | None]],
-    console: Console,
-) -> Table:
-    """A table whose last column is a bar of each row's share."""
-    from rich.text import Text
-
-    fancy, rows = is_fancy(console), list(rows)
-    cells = [columns, *(texts for texts, _ in rows)]
-    others = sum(max(len(row[i]) for row in cells) + 3 for i in range(len(columns)))
-    width = _bar_width(console, others + 4)
-    table = new_table(title, console)
-    for name in columns:
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("", width=width, no_wrap=True)
-    for texts, share in rows:
-        table.add_row(*texts, Text(bar(share, width, fancy=fancy), style="cyan" if fancy else ""))
-    return table
-
-
-def output_tables(stats: OutputStats, console: Console) -> list[Any]:
+def output_tables(stats: OutputStats, console: Console) -> list[RenderableType]:
     """All that `specgen stats` shows."""
     run, spec = stats.run, stats.run.speculation
-    total = new_table("Rows", console, show_header=False)
-    total.add_column()
-    total.add_column(justify="right")
-    total.add_row("rows ok", f"{run.rows_ok:,}")
-    total.add_row("rows failed", f"{run.rows_failed:,}")
-    for code, count in sorted(run.error_codes.items()):
-        total.add_row(f"  {code}", f"{count:,}")
-    total.add_row("prompt tokens", f"{run.prompt_tokens:,}")
-    total.add_row("completion tokens", f"{run.completion_tokens:,}")
-    for reason, count in sorted(run.finish_reasons.items()):
-        total.add_row(f"  ended by {reason}", f"{count:,}")
+    rows = [*_rows(run)]
+    rows += [(f"  {code}", f"{count:,}") for code, count in sorted(run.error_codes.items())]
+    rows += _tokens(run)
+    rows += [
+        (f"  ended by {why}", f"{count:,}") for why, count in sorted(run.finish_reasons.items())
+    ]
+    rows += _speculation(run)
+    tables = [table("Rows", _LABELS, rows, console)]
     if not spec.num_spec_steps:
-        total.add_row("speculation", "none")
-        return [total]
-    total.add_row("spec steps", f"{spec.num_spec_steps:,}")
-    total.add_row("drafted tokens", f"{spec.num_draft_tokens:,}")
-    if not spec.faithful:
-        total.add_row("faithful to the target", "no: synthetic acceptance")
-    total.add_row("accepted tokens", f"{spec.num_accepted_draft_tokens:,}")
-    total.add_row("acceptance rate", percent(spec.draft_acceptance_rate))
-    total.add_row("mean acceptance length", figure(spec.mean_acceptance_length))
-    return [total, *_plots(stats, spec, console)]
+        return tables
+    tables += [*_acceptance(spec, console), _fewer_drafts(spec, console)]
+    return [*tables, _by_length(stats, console), *_by_row(stats, console)]
 
 
-def _plots(stats: OutputStats, spec: SpeculationStats, console: Console) -> list[Any]:
+def _rows(stats: RunStats) -> list[tuple[str, str]]:
+    rows = [("rows ok", f"{stats.rows_ok:,}"), ("rows failed", f"{stats.rows_failed:,}")]
+    if stats.rows_kept:
+        rows.append(("rows of earlier runs", f"{stats.rows_kept:,}"))
+    return rows
+
+
+def _tokens(stats: RunStats) -> list[tuple[str, str]]:
+    return [
+        ("prompt tokens", f"{stats.prompt_tokens:,}"),
+        ("completion tokens", f"{stats.completion_tokens:,}"),
+    ]
+
+
+def _speculation(stats: RunStats) -> list[tuple[str, str]]:
+    spec = stats.speculation
+    if not spec.num_spec_steps:
+        return [("speculation", "none")]
+    unfaithful = [] if spec.faithful else [("faithful to the target", "no, synthetic")]
+    return [
+        *unfaithful,
+        ("spec steps", f"{spec.num_spec_steps:,}"),
+        ("drafted tokens", f"{spec.num_draft_tokens:,}"),
+        ("accepted tokens", f"{spec.num_accepted_draft_tokens:,}"),
+        ("acceptance rate", percent(spec.draft_acceptance_rate)),
+        ("mean acceptance length", figure(spec.mean_acceptance_length)),
+        ("  mean over rows", figure(stats.mean_length_of_rows)),
+    ]
+
+
+def _acceptance(spec: SpeculationStats, console: Console, of: str = "") -> list[RenderableType]:
+    """How often each draft position was accepted, and how many drafts a step accepted."""
+    if not spec.num_spec_steps:
+        return []
     accepted, drafted = spec.accepted_per_position, spec.drafted_per_position
     rates = spec.acceptance_per_position
-    most = max(spec.acceptance_histogram)
-    longest = spec.num_speculative_tokens + 1
-    positions = _bars(
-        "Acceptance by position",
-        ("position", "accepted", "of drafted", "rate"),
+    positions = table(
+        f"Acceptance by position{of}",
         (
-            ((str(i + 1), f"{accepted[i]:,}", f"{drafted[i]:,}", percent(rates[i])), rates[i])
+            Column("position"),
+            Column("accepted", spare=True),
+            Column("of drafted", spare=True),
+            Column("rate"),
+        ),
+        [
+            (str(i + 1), f"{accepted[i]:,}", f"{drafted[i]:,}", percent(rates[i]))
             for i in range(spec.num_speculative_tokens)
-        ),
+        ],
         console,
+        shares=rates,
     )
-    histogram = _bars(
-        "Accepted drafts a step",
-        ("drafts", "steps", "share"),
-        (
-            ((str(j), f"{steps:,}", percent(steps / spec.num_spec_steps)), steps / most)
-            for j, steps in enumerate(spec.acceptance_histogram)
-        ),
+    steps = spec.acceptance_histogram
+    histogram = table(
+        f"Accepted drafts a step{of}",
+        (Column("drafts"), Column("steps", spare=True), Column("share")),
+        [
+            (str(j), f"{count:,}", percent(count / spec.num_spec_steps))
+            for j, count in enumerate(steps)
+        ],
         console,
+        shares=[count / max(steps) for count in steps],
     )
-    lengths = _bars(
-        "Acceptance length by completion length",
-        ("tokens", "rows", "length"),
-        (
+    return [positions, histogram]
+
+
+def _fewer_drafts(spec: SpeculationStats, console: Console) -> RenderableType:
+    found = spec.with_fewer_drafts()
+    return table(
+        "What if a step had fewer drafts",
+        (Column("drafts"), Column("length"), Column("rate")),
+        [
             (
-                (
-                    "{:,}-{:,}".format(*b["completion_tokens"]),
-                    f"{b['num_requests']:,}",
-                    figure(length),
-                ),
-                None if length is None else length / longest,
+                str(one["num_speculative_tokens"]),
+                figure(one["mean_acceptance_length"]),
+                percent(one["draft_acceptance_rate"]),
             )
-            for b in (share.to_dict() for share in stats.length_bins)
-            for length in [b["mean_acceptance_length"]]
-        ),
+            for one in found
+        ],
+        console,
+        shares=[one["mean_acceptance_length"] / (spec.num_speculative_tokens + 1) for one in found],
+    )
+
+
+def _by_length(stats: OutputStats, console: Console) -> RenderableType:
+    bins = [share.to_dict() for share in stats.length_bins]
+    lengths = [one["mean_acceptance_length"] for one in bins]
+    longest = stats.run.speculation.num_speculative_tokens + 1
+    return table(
+        "Acceptance length by completion length",
+        (Column("tokens"), Column("rows", spare=True), Column("length")),
+        [
+            (
+                "{:,}-{:,}".format(*one["completion_tokens"]),
+                f"{one['num_requests']:,}",
+                figure(one["mean_acceptance_length"]),
+            )
+            for one in bins
+        ],
+        console,
+        shares=[None if length is None else length / longest for length in lengths],
+    )
+
+
+def _by_row(stats: OutputStats, console: Console) -> list[RenderableType]:
+    of_length, of_rate = stats.acceptance_length.quantiles(), stats.acceptance_rate.quantiles()
+    quantiles = table(
+        "Rows by acceptance",
+        (Column("", left=True), Column("length"), Column("rate")),
+        [(name, figure(of_length[name]), percent(of_rate[name])) for name in of_length],
         console,
     )
-    requests = new_table("Rows by acceptance", console)
-    requests.add_column("")
-    of_length, of_rate = stats.acceptance_length.quantiles(), stats.acceptance_rate.quantiles()
-    for name in ("length", "rate"):
-        requests.add_column(name, justify="right")
-    for name in of_length:
-        requests.add_row(name, figure(of_length[name]), percent(of_rate[name]))
-    tables = [positions, histogram, lengths, requests]
-    if stats.worst:
-        worst = new_table("Rows of the lowest acceptance length", console)
-        for name in ("index", "custom_id", "tokens", "length", "line"):
-            worst.add_column(name, justify="right" if name in ("tokens", "length") else "left")
-        for row in stats.worst:
-            worst.add_row(
+    if not stats.worst:
+        return [quantiles]
+    lowest = table(
+        "Rows of the lowest acceptance length",
+        (
+            Column("index"),
+            Column("custom_id", left=True),
+            Column("tokens", spare=True),
+            Column("length"),
+            Column("line", left=True, spare=True),
+        ),
+        [
+            (
                 str(row.index),
                 row.name or "",
                 f"{row.completion_tokens:,}",
                 figure(-row.minus_length),
                 f"{row.source}:{row.line}",
             )
-        tables.append(worst)
-    return tables
+            for row in stats.worst
+        ],
+        console,
+    )
+    return [quantiles, lowest]

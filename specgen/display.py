@@ -14,14 +14,14 @@ import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TextIO, cast
 
-from specgen.acceptance_view import acceptance_table, figure, new_table, percent
+from specgen.acceptance_view import summary_tables
 from specgen.live_view import duration, eta, live_view, settings_view
 from specgen.stats import RunStats
+from specgen.wording import printable
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.live import Live
-    from rich.table import Table
 
 __all__ = ["Display", "ProgressKind", "create_display", "format_value", "progress_line"]
 
@@ -49,8 +49,8 @@ class Display(Protocol):
     def close(self) -> None:
         """End the live part; may be called more than once."""
 
-    def summary(self, stats: RunStats, seconds: float) -> None:
-        """Show the closing table."""
+    def summary(self, stats: RunStats, seconds: float, whole: RunStats | None = None) -> None:
+        """Show the closing tables: of this run, and of `whole`, its output with earlier runs."""
 
 
 def create_display(
@@ -147,12 +147,12 @@ class QuietDisplay:
     def close(self) -> None:
         """Nothing."""
 
-    def summary(self, stats: RunStats, seconds: float) -> None:
+    def summary(self, stats: RunStats, seconds: float, whole: RunStats | None = None) -> None:
         """Nothing."""
 
 
 class TextDisplay:
-    """Settings, remarks and the closing table; no progress."""
+    """Settings, remarks and the closing tables; no progress."""
 
     def __init__(self, stream: TextIO) -> None:
         from rich.console import Console
@@ -162,7 +162,7 @@ class TextDisplay:
         self._num_warnings = 0
 
     def _say(self, text: str) -> None:
-        self._console.print(text, markup=False)
+        self._console.print(printable(text), markup=False)
 
     def start(self, settings: Mapping[str, Any], total: int | None) -> None:
         """Print the settings, one a line."""
@@ -191,10 +191,10 @@ class TextDisplay:
     def close(self) -> None:
         """Nothing; subclasses end their live part."""
 
-    def summary(self, stats: RunStats, seconds: float) -> None:
-        """Print the closing table."""
+    def summary(self, stats: RunStats, seconds: float, whole: RunStats | None = None) -> None:
+        """Print the closing tables."""
         self.close()
-        for table in summary_tables(stats, seconds, self._console):
+        for table in summary_tables(stats, seconds, self._console, whole):
             self._console.print(table, soft_wrap=False)
 
 
@@ -278,10 +278,10 @@ class JsonDisplay(PlainDisplay):
             eta_s=eta(stats, self._total, seconds),
         )
 
-    def summary(self, stats: RunStats, seconds: float) -> None:
+    def summary(self, stats: RunStats, seconds: float, whole: RunStats | None = None) -> None:
         """Report the whole summary."""
         self.close()
-        self._event("summary", **stats.summary(seconds))
+        self._event("summary", **stats.summary(seconds, whole))
 
 
 class RichDisplay(TextDisplay):
@@ -322,33 +322,3 @@ class RichDisplay(TextDisplay):
         """Take the live lines away."""
         if self._live is not None:
             self._live.stop()
-
-
-def summary_tables(stats: RunStats, seconds: float, console: Console) -> list[Table]:
-    """The closing tables: the run, and each draft position."""
-    total = new_table("Summary", console, show_header=False)
-    total.add_column()
-    total.add_column(justify="right")
-    spec = stats.speculation
-    if not spec.faithful:
-        total.add_row("faithful to the target", "no: synthetic acceptance")
-    total.add_row("rows ok", f"{stats.rows_ok:,}")
-    total.add_row("rows failed", f"{stats.rows_failed:,}")
-    if stats.rows_kept:
-        total.add_row("rows of earlier runs", f"{stats.rows_kept:,}")
-    total.add_row("prompt tokens", f"{stats.prompt_tokens:,}")
-    total.add_row("completion tokens", f"{stats.completion_tokens:,}")
-    total.add_row("time", f"{seconds:,.1f} s")
-    total.add_row("completion tokens/s", f"{stats.completion_tokens / max(seconds, 1e-9):,.1f}")
-    if not spec.num_spec_steps:
-        total.add_row("speculation", "none")
-        return [total]
-    total.add_row("spec steps", f"{spec.num_spec_steps:,}")
-    total.add_row("drafted tokens", f"{spec.num_draft_tokens:,}")
-    total.add_row("accepted tokens", f"{spec.num_accepted_draft_tokens:,}")
-    total.add_row("acceptance rate", percent(spec.draft_acceptance_rate))
-    total.add_row("mean acceptance length", figure(spec.mean_acceptance_length))
-    per_request = stats.summary(seconds)["speculative_decoding"]["per_request"]
-    total.add_row("  mean over rows", figure(per_request["mean_acceptance_length"]))
-
-    return [total, acceptance_table(spec, console)]

@@ -5,6 +5,7 @@ Knows nothing of flags or models, so that it can be driven by any engine that ha
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -13,7 +14,9 @@ from typing import Any, Protocol
 from specgen.display import Display
 from specgen.errors import InputError, OutputError
 from specgen.interrupts import Interrupts
+from specgen.output_stats import add_record
 from specgen.pipeline.request import PromptRow, RequestOutput
+from specgen.request_io import fast_json
 from specgen.request_io.reader import PassedRow
 from specgen.request_io.record import error_message, hint_for, to_record
 from specgen.request_io.writer import RowWriter
@@ -23,6 +26,7 @@ from specgen.wording import counted
 __all__ = ["Job", "RowEngine"]
 
 
+_MANY_ROWS = 1_000_000
 _DRAFT_HINT = (
     "look at its auxiliary layers, rope base and norms with `specgen doctor`; --no-draft is faster "
     "than this draft"
@@ -51,7 +55,7 @@ class Job:
         display: told of every finished row.
         interrupts: keeps signals out of the moment in which a row is written and counted.
         formatter: makes the record of a row.
-        max_errors: stop when more rows than this have failed; None never stops.
+        max_errors: stop when more rows of the output than this have failed; None never stops.
         stats: accounts of the rows finished so far.
         num_rows: rows read so far, those of other shards and of earlier runs included.
         complete: set by the caller once the output is whole.
@@ -76,6 +80,45 @@ class Job:
     def input_hash(self) -> str:
         """32 hex digits over the hashes of the rows read, in input order."""
         return self._input_hash.hexdigest()
+
+    def check_errors(self) -> None:
+        """Give up if too many rows of the output have failed, those of earlier runs included.
+
+        Raises:
+            InputError: there are more of them than `max_errors`.
+        """
+        failed = self.writer.num_failed
+        if self.max_errors is None or failed <= self.max_errors:
+            return
+        earlier = failed - self.stats.rows_failed
+        of_earlier = f", {earlier:,} in earlier runs" if earlier else ""
+        raise InputError(
+            f"{counted(failed, 'row')} failed{of_earlier}, --max-errors is {self.max_errors:,}",
+            "mend the rows or the settings and give --retry-errors, or a higher --max-errors",
+        )
+
+    def whole_output(self) -> RunStats | None:
+        """Accounts of all rows of the output; None if this run made them all.
+
+        Reads the lines of earlier runs, some 100,000 a second.
+
+        Raises:
+            OutputError: they cannot be read.
+        """
+        if not self.stats.rows_kept:
+            return None
+        if self.stats.rows_kept >= _MANY_ROWS:
+            self.display.note(f"adding up the {self.stats.rows_kept:,} rows of earlier runs")
+        whole, num_unread = copy.deepcopy(self.stats), 0
+        whole.rows_kept = whole.rows_kept_failed = 0
+        for line in self.writer.earlier_lines():
+            try:
+                add_record(whole, fast_json.load(line))
+            except (KeyError, TypeError, ValueError, IndexError, AttributeError):
+                num_unread += 1
+        if num_unread:
+            self.display.warn(f"{counted(num_unread, 'earlier row')} not in the figures: damaged")
+        return whole
 
     @property
     def rows_failed(self) -> int:
@@ -133,12 +176,7 @@ class Job:
             self.display.warn(error_message(output), hint_for(output.error.code))
         self._watch_draft()
         self.display.advance(self.stats)
-        if self.max_errors is not None and self.stats.rows_failed > self.max_errors:
-            raise InputError(
-                f"{counted(self.stats.rows_failed, 'row')} failed, "
-                f"--max-errors is {self.max_errors}",
-                "mend the rows or the settings; --retry-errors then tries failed rows again",
-            )
+        self.check_errors()
 
     def _watch_draft(self) -> None:
         """Warn, once, of a draft that costs time and gains nothing; the text is right anyway."""

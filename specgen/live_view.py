@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from specgen.acceptance_view import bar, figure, is_fancy
 from specgen.stats import RunStats
+from specgen.tables import bar, figure, is_fancy
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

@@ -14,7 +14,7 @@ from specgen.request_io.source import RawLine
 from specgen.request_io.strict_json import RefusedError, parse_object
 from specgen.stats import RunStats, SpeculationStats
 
-__all__ = ["Distribution", "LengthBin", "OutputStats", "WorstRow"]
+__all__ = ["Distribution", "LengthBin", "OutputStats", "WorstRow", "add_record"]
 
 _QUANTILES = {
     "min": 0.0,
@@ -98,6 +98,33 @@ class WorstRow:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class RowAccounts:
+    """What an output line says of its row."""
+
+    completion_tokens: int
+    finish_reasons: Sequence[str]
+    spec: SpeculationStats
+
+
+def add_record(run: RunStats, record: Mapping[str, Any]) -> RowAccounts | None:
+    """Count an output line, flat or openai, in `run`; returns its accounts, None if it failed.
+
+    Raises:
+        KeyError, TypeError, ValueError, IndexError, AttributeError: it is no such object.
+    """
+    if record["status"] == "error":
+        run.add_failed(record["error"]["code"])
+        return None
+    body = record["response"]["body"] if "response" in record else record
+    usage = body["usage"]
+    prompt_tokens, tokens = int(usage["prompt_tokens"]), int(usage["completion_tokens"])
+    spec = SpeculationStats.from_dict(body["metrics"]["speculative_decoding"])
+    reasons = [str(choice["finish_reason"]) for choice in body["choices"]]
+    run.add_row(prompt_tokens, tokens, reasons, spec)
+    return RowAccounts(tokens, reasons, spec)
+
+
 class OutputStats:
     """Accounts over the lines of outputs, flat and openai.
 
@@ -135,15 +162,10 @@ class OutputStats:
                 torn = _no_output(raw, str(error))
 
     def _add(self, record: Mapping[str, Any], raw: RawLine) -> None:
-        if record["status"] == "error":
-            self.run.add_failed(record["error"]["code"])
+        row = add_record(self.run, record)
+        if row is None:
             return
-        body = record["response"]["body"] if "response" in record else record
-        usage = body["usage"]
-        prompt_tokens, tokens = int(usage["prompt_tokens"]), int(usage["completion_tokens"])
-        spec = SpeculationStats.from_dict(body["metrics"]["speculative_decoding"])
-        reasons = [str(choice["finish_reason"]) for choice in body["choices"]]
-        self.run.add_row(prompt_tokens, tokens, reasons, spec)
+        tokens, reasons, spec = row.completion_tokens, row.finish_reasons, row.spec
         length = spec.mean_acceptance_length
         self.acceptance_length.add(length)
         self.acceptance_rate.add(spec.draft_acceptance_rate)
@@ -155,13 +177,13 @@ class OutputStats:
         share.num_drafted += spec.num_draft_tokens
         if length is not None and self._num_worst:
             name = record.get("custom_id")
-            row = WorstRow(
+            worst = WorstRow(
                 -length, record["index"], raw.source, raw.line, tokens, name and str(name)
             )
             if len(self._worst) < self._num_worst:
-                heapq.heappush(self._worst, row)
+                heapq.heappush(self._worst, worst)
             else:
-                heapq.heappushpop(self._worst, row)
+                heapq.heappushpop(self._worst, worst)
 
     @property
     def length_bins(self) -> Sequence[LengthBin]:
@@ -182,6 +204,7 @@ class OutputStats:
             "mean_acceptance_length": self.acceptance_length.quantiles(),
             "draft_acceptance_rate": self.acceptance_rate.quantiles(),
         }
+        spec["with_fewer_drafts"] = self.run.speculation.with_fewer_drafts()
         spec["by_completion_length"] = [share.to_dict() for share in self.length_bins]
         if self._num_worst:
             spec["lowest"] = [row.to_dict() for row in self.worst]

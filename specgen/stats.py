@@ -105,6 +105,24 @@ class SpeculationStats:
         pairs = zip(self.accepted_per_position, self.drafted_per_position, strict=True)
         return [accepted / drafted if drafted else None for accepted, drafted in pairs]
 
+    def with_fewer_drafts(self) -> list[dict[str, Any]]:
+        """What a step of 1, 2, .. k drafts would have yielded, from the same steps.
+
+        Exact for k. For fewer it is an estimate: the steps would have begun elsewhere.
+        """
+        found, steps = [], self.num_spec_steps
+        for k in range(1, self.num_speculative_tokens + 1):
+            accepted = sum(self.accepted_per_position[:k])
+            drafted = sum(self.drafted_per_position[:k])
+            found.append(
+                {
+                    "num_speculative_tokens": k,
+                    "mean_acceptance_length": 1 + accepted / steps if steps else None,
+                    "draft_acceptance_rate": accepted / drafted if drafted else None,
+                }
+            )
+        return found
+
     def add(self, other: SpeculationStats) -> None:
         """Add the accounts of another completion; k becomes the larger of the two."""
         grow = other.num_speculative_tokens - self.num_speculative_tokens
@@ -302,6 +320,11 @@ class RunStats:
         self._tokens.add(float(completion_tokens))
 
     @property
+    def mean_length_of_rows(self) -> float | None:
+        """Mean over rows of their acceptance lengths; None without any."""
+        return self._length.value
+
+    @property
     def draft_warning(self) -> str | None:
         """What is to be said of a draft of which almost nothing is accepted, once that is sure."""
         drafted, accepted = (
@@ -320,9 +343,26 @@ class RunStats:
             "this target, or is not read as it was trained"
         )
 
-    def summary(self, elapsed: float | None = None) -> dict[str, Any]:
-        """Everything as one JSON object. `elapsed` (seconds) defaults to the clock's reading."""
+    def summary(
+        self, elapsed: float | None = None, whole: RunStats | None = None
+    ) -> dict[str, Any]:
+        """Everything as one JSON object.
+
+        Args:
+            elapsed: seconds; defaults to the clock's reading.
+            whole: accounts of the whole output, earlier runs included; they come as
+                `whole_output`, of the same keys without times.
+        """
         seconds = self.elapsed() if elapsed is None else elapsed
+        return {
+            **self._counts(),
+            "elapsed_s": seconds,
+            "completion_tokens_per_s": self.completion_tokens / seconds if seconds > 0 else None,
+            **({} if whole is None else {"whole_output": whole._counts()}),
+        }
+
+    def _counts(self) -> dict[str, Any]:
+        """All but times."""
         return {
             "rows": {
                 "done": self.rows_done,
@@ -338,8 +378,6 @@ class RunStats:
                 "completion_tokens": self.completion_tokens,
                 "total_tokens": self.prompt_tokens + self.completion_tokens,
             },
-            "elapsed_s": seconds,
-            "completion_tokens_per_s": self.completion_tokens / seconds if seconds > 0 else None,
             "speculative_decoding": {
                 **self.speculation.to_dict(),
                 "acceptance_per_position": self.speculation.acceptance_per_position,

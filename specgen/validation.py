@@ -17,6 +17,7 @@ from specgen.errors import RequestError
 from specgen.pipeline.request import PromptRow, RequestOutput
 from specgen.request_io.reader import ReadOptions, parse_line
 from specgen.request_io.source import read_lines
+from specgen.wording import printable
 
 __all__ = ["Finding", "Validator", "load_checks"]
 
@@ -38,7 +39,7 @@ class Finding:
 
     def __str__(self) -> str:
         """`file:line: code: message`."""
-        return f"{self.source}:{self.line}: {self.code}: {self.message}"
+        return printable(f"{self.source}:{self.line}: {self.code}: {self.message}")
 
     def to_dict(self) -> dict[str, Any]:
         """All fields."""

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-__all__ = ["counted"]
+import re
+
+__all__ = ["counted", "printable"]
+
+# Control characters, and those that reorder what stands around them.
+_UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 
 
 def counted(number: int, noun: str) -> str:
     """`1 row`, `2 rows`, `1,000 rows`."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def printable(text: str) -> str:
+    """Text of unknown origin in one line that does nothing to a terminal or a log."""
+    return _UNPRINTABLE.sub(lambda found: repr(found[0])[1:-1], text)

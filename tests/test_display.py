@@ -126,29 +126,69 @@ def test_summary(fancy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ["mean acceptance length", "2.67"] in rows
     per_position = [row for row in rows if len(row) == 5]
     assert [row[:4] for row in per_position[1:]] == [
-        ["", "", "0", "4"],
-        ["1", "81.0 %", "1", "5"],
-        ["2", "57.1 %", "2", "6"],
-        ["3", "28.6 %", "3", "6"],
+        ["1", "17", "21", "81.0 %"],
+        ["2", "12", "21", "57.1 %"],
+        ["3", "6", "21", "28.6 %"],
     ]
+    steps = [row[:3] for row in rows if len(row) == 4]
+    assert steps[1:] == [
+        ["0", "4", "19.0 %"], ["1", "5", "23.8 %"], ["2", "6", "28.6 %"], ["3", "6", "28.6 %"],
+    ]  # fmt: skip
     assert not re.search(r"\x1b\[[39]\d", text)  # no colour
     assert ("█" in text) == fancy
 
 
-@pytest.mark.parametrize("width", [40, 60, 80, 200])
-@pytest.mark.parametrize("kind", [RichDisplay, TextDisplay])
-def test_the_summary_fits_the_terminal(
-    kind: Any, width: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def drawn(kind: Any, monkeypatch: pytest.MonkeyPatch, width: int, *given: Any) -> list[str]:
+    """Lines of a summary on a terminal of that width."""
     monkeypatch.setenv("COLUMNS", str(width))
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("NO_COLOR", "1")
     stream = Terminal()
-    kind(stream).summary(stats_of_a_run(), 10.0)
-    lines = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", stream.getvalue()).splitlines()
-    assert len(lines) > 15
+    kind(stream).summary(*given)
+    return re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", stream.getvalue()).splitlines()
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 200])
+@pytest.mark.parametrize("kind", [RichDisplay, TextDisplay])
+@pytest.mark.parametrize("num_earlier", [0, 1_234_567])
+def test_the_summary_fits_the_terminal(
+    kind: Any, width: int, num_earlier: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stats = stats_of_a_run()
+    stats.speculation.faithful = False
+    whole, stats.rows_kept = stats_of_a_run(), num_earlier
+    whole.completion_tokens = 123_456_789
+    lines = drawn(kind, monkeypatch, width, stats, 98_765.4, whole if num_earlier else None)
     assert max(map(cell_len, lines)) <= width
-    assert "81.0" in stream.getvalue()
+    cells = [
+        {text.strip() for text in re.split(r"[|│]|\s\s+", line) if text.strip()} for line in lines
+    ]
+    whole_cells = {text for row in cells for text in row}
+    # Each label and figure stands in one line, whole.
+    expected = {"rows ok", "completion tokens/s", "mean acceptance length", "98,765.4 s", "81.0 %"}
+    expected |= {"faithful to the target", "no, synthetic", "position", "share"}
+    if num_earlier:
+        expected |= {"rows of earlier runs", "123,456,789", "1,234,567"}
+        title = "Whole output" if width == 40 else "Summary, with 1,234,567 rows of earlier runs"
+        assert title in lines or any(title == line.strip() for line in lines)
+        assert "Acceptance by position, whole output" in [line.strip() for line in lines]
+    assert expected <= whole_cells
+    labels = [row for row in cells if "rows ok" in row]
+    assert len(labels) == (2 if num_earlier and width == 40 else 1)
+    assert any({"500", "123,456,789"} <= row for row in cells) == bool(num_earlier and width > 40)
+
+
+@pytest.mark.parametrize("kind", ["rich", "plain", "none"])
+def test_what_a_row_holds_does_nothing_to_terminal_or_log(
+    kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    display = create_display(kind)
+    display.warn('in.jsonl:1: "a\x1b]0;title\x07\x1b[2J\nerror: all is lost\u202e" is no key')
+    assert stream.getvalue() == (
+        'warning: in.jsonl:1: "a\\x1b]0;title\\x07\\x1b[2J\\nerror: all is lost\\u202e" is no key\n'
+    )
 
 
 def test_summary_without_speculation_and_without_rows() -> None:

@@ -23,7 +23,10 @@ class ListWriter:
     def __init__(self) -> None:
         self.records: list[Mapping[str, Any]] = []
 
-    num_rows = created = 0
+    num_rows = num_failed = created = 0
+
+    def earlier_lines(self) -> Iterator[bytes]:
+        raise AssertionError("there are none")
 
     def keep(self, index: int, input_hash: str) -> None:
         raise AssertionError("the reader asks, not the job")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -376,7 +377,9 @@ def test_retrying_does_not_lose_the_rows_that_are_fine(invoke: Invoke, engine: E
     assert Path("out").read_bytes() == whole
 
 
-def test_max_errors(invoke: Invoke, engine: Engine) -> None:
+def test_max_errors_counts_the_rows_of_earlier_runs(
+    invoke: Invoke, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lines = [f'{{"prompt": "row {i}"}}\n' for i in range(30)]
     for bad in (3, 9, 10):
         lines[bad] = '{"prompt": ""}\n'
@@ -386,8 +389,30 @@ def test_max_errors(invoke: Invoke, engine: Engine) -> None:
     assert "error: 3 rows failed, --max-errors is 2\nhint: " in result.stderr
     assert "finished rows are kept in" in result.stderr
     assert [r["index"] for r in rows("out.partial") if r["status"] == "error"] == [3, 9, 10]
+    # The same command again is no way around it, and does not even load the model.
+    partial = Path("out.partial").read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(run_command, "_load", None)
+        result = invoke("--max-errors", "2")
+    assert result.exit_code == 4
+    assert "error: 3 rows failed, 3 in earlier runs, --max-errors is 2\nhint: " in result.stderr
+    assert Path("out.partial").read_bytes() == partial
+    assert invoke("--max-errors", "2", "--retry-errors").exit_code == 4
+    assert sorted(r["index"] for r in rows("out.partial"))[:3] == [0, 1, 2]
+    # A line that was mended is no failure any more; of an input that is read only once nobody
+    # knows before it is read.
+    Path("in.jsonl").write_text("".join([*lines[:9], '{"prompt": "mended"}\n', *lines[10:]]))
+    text = Path("in.jsonl").read_text()
+    shutil.copytree(".", "../once")
     assert invoke("--max-errors", "2").exit_code == 3
     assert len(rows("out")) == 30
+    monkeypatch.chdir("../once")
+    command = ["run", "-", "-o", "out", "--max-errors", "2"]
+    assert CliRunner().invoke(cli, command, input=text).exit_code == 4
+    assert CliRunner().invoke(cli, [*command, "--retry-errors"], input=text).exit_code == 3
+    assert len(rows("out")) == 30
+    monkeypatch.chdir(tmp_path)
+    Path("in.jsonl").write_text("".join(lines))
     assert invoke("--max-errors", "3", "--overwrite").exit_code == 3
     Path("in.jsonl").write_text(lines[3])
     assert invoke("--max-errors", "0", "--overwrite").exit_code == 4
@@ -407,6 +432,55 @@ def test_shards_make_the_whole(invoke: Invoke, engine: Engine) -> None:
     interrupt(invoke, engine, 3, "--shard", "2/4", "-o", "again")
     assert invoke("--shard", "2/4", "-o", "again").exit_code == 0
     assert Path("again").read_bytes() == Path("part2").read_bytes()
+
+
+@pytest.mark.parametrize("form", ["flat", "openai"])
+@pytest.mark.parametrize("damage", [False, True])
+def test_the_summary_of_a_resumed_run_covers_the_whole_output(
+    invoke: Invoke, engine: Engine, form: str, damage: bool
+) -> None:
+    lines = [f'{{"prompt": "row {i}", "n": {1 + i % 2}}}\n' for i in range(30)]
+    lines[1] = lines[5] = lines[29] = '{"prompt": "fail"}\n'
+    Path("in.jsonl").write_text("".join(lines))
+    flags = ["--format", form, "--summary", "sum.json", "--progress", "json"]
+    assert invoke(*flags).exit_code == 3
+    whole = json.loads(Path("sum.json").read_text())
+    assert "whole_output" not in whole
+    for key in ("complete", "elapsed_s", "completion_tokens_per_s"):
+        del whole[key]
+    Path("out").unlink()
+    interrupt(invoke, engine, 9, *flags)
+    interrupt(invoke, engine, 5, *flags)
+    if damage:  # by hand, and still JSON
+        first, rest = Path("out.partial").read_text().split("\n", 1)
+        Path("out.partial").write_text(first.replace("usage", "using") + "\n" + rest)
+    # Lines that are run again must not count twice.
+    mended = "".join(lines).replace('"row 2"', '"row B"')
+    Path("in.jsonl").write_text(mended)
+    result = invoke(*flags)
+    assert result.exit_code == 3
+    summary = json.loads(Path("sum.json").read_text())
+    events = [json.loads(line) for line in result.stderr.splitlines()]
+    warnings = [e["message"] for e in events if e["event"] == "warning" and "row" in e["message"]]
+    if damage:
+        assert "1 earlier row not in the figures: damaged" in warnings
+        assert summary["whole_output"]["rows"]["done"] == 29
+        return
+    assert summary["whole_output"] == whole
+    assert events[-1]["whole_output"] == whole
+    assert summary["rows"]["done"] + summary["rows"]["kept"] == 30
+    assert 0 < summary["rows"]["kept"] < 14
+    meta = json.loads(Path("out.meta.json").read_text())
+    assert meta["summary"]["whole_output"] == whole
+    stats = json.loads(CliRunner().invoke(cli, ["stats", "--json", "out"]).stdout)
+    assert stats["usage"] == whole["usage"]
+    shown = invoke("--overwrite", "--format", form).stderr
+    assert "Summary\n" in shown
+    assert "whole output" not in shown
+    interrupt(invoke, engine, 9, "--overwrite", "--format", form)
+    shown = invoke("--format", form).stderr
+    assert "Summary, with 9 rows of earlier runs\n" in shown
+    assert "Acceptance by position, whole output\n" in shown
 
 
 def test_completion_order(invoke: Invoke, engine: Engine) -> None:

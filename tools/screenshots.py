@@ -16,9 +16,9 @@ from typing import Any
 
 from rich.console import Console
 
-from specgen.acceptance_view import output_tables
+from specgen.acceptance_view import output_tables, summary_tables
 from specgen.config import EngineConfig
-from specgen.display import QuietDisplay, summary_tables
+from specgen.display import QuietDisplay
 from specgen.interrupts import Interrupts
 from specgen.job import Job
 from specgen.live_view import live_view

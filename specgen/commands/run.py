@@ -193,6 +193,7 @@ def _drive(options: RunOptions, job: Job) -> None:
     total = count_rows(options.inputs, options.read.limit)
     if total is not None:
         total = max(options.shard.num_rows(total) - job.writer.num_rows, 0)
+    job.check_errors()  # those of earlier runs may be too many already
     engine, sampling = _load(options)
     settings = _settings(options, engine, sampling)
     job.display.start(settings, total)
@@ -214,12 +215,14 @@ def _drive(options: RunOptions, job: Job) -> None:
         )
     if not job.num_rows:
         job.display.warn("the input holds no rows")
+    whole = job.whole_output()
     with job.interrupts.held():
-        meta = _meta(options, job, settings, started)
+        summary = job.stats.summary(seconds, whole)
+        meta = _meta(options, job, settings, started, summary)
         job.writer.finish(job.num_rows, meta)
         job.complete = True
-        _write_summary(options, job, seconds, complete=True)
-        job.display.summary(job.stats, seconds)
+        _write_summary(options, summary, complete=True)
+        job.display.summary(job.stats, seconds, whole)
 
 
 def _fingerprint(options: RunOptions) -> dict[str, Any]:
@@ -297,7 +300,11 @@ def _warn_of_ignored(keys: dict[str, Any], display: Display) -> None:
 
 
 def _meta(
-    options: RunOptions, job: Job, settings: dict[str, Any], started: datetime
+    options: RunOptions,
+    job: Job,
+    settings: dict[str, Any],
+    started: datetime,
+    summary: dict[str, Any],
 ) -> dict[str, Any]:
     from specgen.doctor import gpu_names, versions
 
@@ -313,7 +320,7 @@ def _meta(
         "output_format": options.output_format,
         "started": started.isoformat(timespec="seconds"),
         "finished": datetime.now(UTC).isoformat(timespec="seconds"),
-        "summary": job.stats.summary(),
+        "summary": summary,
     }
 
 
@@ -339,10 +346,10 @@ def _check_summary(options: RunOptions) -> None:
         raise OutputError(f"--summary {path}: cannot be written: {error.strerror}") from error
 
 
-def _write_summary(options: RunOptions, job: Job, seconds: float, *, complete: bool) -> None:
+def _write_summary(options: RunOptions, summary: dict[str, Any], *, complete: bool) -> None:
     if options.summary is None:
         return
-    content = {"complete": complete, **job.stats.summary(seconds)}
+    content = {"complete": complete, **summary}
     try:
         with open(options.summary, "w", encoding="utf-8") as file:
             json.dump(content, file, indent=2)
@@ -359,7 +366,7 @@ def _stopped(options: RunOptions, job: Job, stop: StopRun) -> None:
     if job.stats.rows_done:
         job.display.summary(job.stats, job.stats.elapsed())
     try:
-        _write_summary(options, job, job.stats.elapsed(), complete=False)
+        _write_summary(options, job.stats.summary(), complete=False)
     except SpecgenError as error:
         job.display.warn(str(error))
     job.display.note(_reason(stop))

@@ -20,9 +20,9 @@ _HINT = "give the input (and --limit) of that run, choose another -o, or give --
 
 
 def check_input(rows: RowIndex, fd: int, digests: Digests, name: str) -> int | None:
-    """Compare the lines of `fd` with the input.
+    """Compare the lines of `fd` with the input, and forget those of rows that have changed.
 
-    Returns how many rows have changed; None if the input can be read only once.
+    Returns how many have changed; None if the input can be read only once.
 
     Raises:
         UsageError: most rows are those of other lines, or some lie beyond the end of the input.
@@ -41,7 +41,9 @@ def check_input(rows: RowIndex, fd: int, digests: Digests, name: str) -> int | N
         head = reader.head(offset)
         same = head is not None and (head.index, head.input_hash) == (index, digest)
         num_same += same
-        num_changed += not same
+        if not same:
+            num_changed += 1
+            rows.drop(index)
     refuse_end(rows, num_lines, name)
     if num_changed > num_same:
         refuse_other(name, num_changed, num_same + num_changed)

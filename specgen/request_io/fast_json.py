@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["dump", "is_json", "parse"]
+__all__ = ["dump", "is_json", "load", "parse"]
 
 # A space between key and colon, which the count of keys would miss.
 _SPACED_COLON = re.compile(rb'"[ \t\n\r]+:')
@@ -51,18 +51,28 @@ def parse(data: bytes) -> dict[str, Any] | None:
     return value
 
 
-def is_json(data: bytes) -> bool:
-    """Whether the bytes are one JSON text in UTF-8; numbers and keys may be of any kind."""
+def load(data: bytes) -> Any:
+    """The value of a line that was written here; of other lines, whichever the parser makes of it.
+
+    Raises:
+        ValueError: it is not one JSON text in UTF-8.
+    """
     if _LOADS is not None:
         try:
-            _LOADS(data)
+            return _LOADS(data)
         except ValueError:
             pass  # a lone surrogate, say, is for the other one
-        else:
-            return True
     try:
-        json.loads(data.decode())
-    except (ValueError, RecursionError):
+        return json.loads(data.decode())
+    except RecursionError as error:
+        raise ValueError("too many levels") from error
+
+
+def is_json(data: bytes) -> bool:
+    """Whether the bytes are one JSON text in UTF-8; numbers and keys may be of any kind."""
+    try:
+        load(data)
+    except ValueError:
         return False
     return True
 

@@ -16,7 +16,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -26,7 +26,7 @@ from specgen.errors import OutputError, UsageError
 from specgen.request_io.earlier import Digests, check_input, refuse_end, refuse_other
 from specgen.request_io.fingerprint import Fingerprint, differences
 from specgen.request_io.lines import json_lines, write_all, write_failed
-from specgen.request_io.partial import Head, LineReader, RowIndex, scan
+from specgen.request_io.partial import Head, LineReader, RowIndex, read_head, scan
 from specgen.request_io.shard import WHOLE, Shard
 from specgen.wording import counted
 
@@ -117,7 +117,8 @@ class FileWriter:
         self._rows = RowIndex(self._options.shard)
         self._size = 0
         self._num_lines = 0
-        self._num_rows = 0
+        self._num_rows = self._num_failed = 0
+        self._earlier_size = 0
         self._input_checked = False
         self._in_order = True
         self._last_index = -1
@@ -134,6 +135,11 @@ class FileWriter:
     def num_rows(self) -> int:
         """Rows that the file holds now, of earlier runs and this one."""
         return self._num_rows
+
+    @property
+    def num_failed(self) -> int:
+        """Failed rows among them."""
+        return self._num_failed
 
     @property
     def created(self) -> int:
@@ -262,9 +268,10 @@ class FileWriter:
             self._notify(f"running {counted(changed, 'row')} of changed input lines again")
         if self._options.retry_errors:
             self._notify(f"trying {counted(self._rows.drop_failed(), 'failed row')} again")
-        self._size, self._num_lines = found.size, found.num_lines
+        self._size = self._earlier_size = found.size
+        self._num_lines = found.num_lines
         self._in_order, self._last_index = found.in_order, found.last_index
-        self._num_rows = self._rows.count()
+        self._num_rows, self._num_failed = self._rows.count(), self._rows.count_failed()
         self._notify(f"resuming after {counted(self._num_rows, 'row')} in {self._partial}")
 
     def _compare(self, meta: Mapping[str, Any], name: str) -> None:
@@ -304,9 +311,28 @@ class FileWriter:
             return head
         if not self._input_checked:
             refuse_other(str(self._partial), 1, 1)
-        self._rows.drop(index)
         self._num_rows -= 1
+        self._num_failed -= self._rows.failed(index)
+        self._rows.drop(index)
         return None
+
+    def earlier_lines(self) -> Iterator[bytes]:
+        """Lines of earlier runs that stay in the output, in the order in which they were written.
+
+        Raises:
+            OutputError: the disk fails.
+        """
+        at = 0
+        try:
+            with open(self._partial, "rb", buffering=_COPY_BYTES) as file:
+                while at < self._earlier_size:
+                    line = file.readline()
+                    head = read_head(line)
+                    if head is not None and self._rows.offset(head.index) == at:
+                        yield line
+                    at += len(line) or self._earlier_size  # cut by another program
+        except OSError as error:
+            raise write_failed(str(self._partial), "cannot be read", error) from error
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one row.
@@ -316,10 +342,11 @@ class FileWriter:
         """
         index = int(record["index"])
         assert self._rows.offset(index) < 0, f"row {index} is written twice"
-        start = self._size
+        start, failed = self._size, record["status"] == "error"
         self._lines.write(record)
-        self._rows.put(index, start, record.get("status") == "error")
+        self._rows.put(index, start, failed)
         self._num_rows += 1
+        self._num_failed += failed
         self._num_lines += 1
         self._in_order &= index > self._last_index
         self._last_index = index

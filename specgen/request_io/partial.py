@@ -82,6 +82,10 @@ class RowIndex:
         """Forget the row's line."""
         self._entries[self.shard.position(index)] = -1
 
+    def count_failed(self) -> int:
+        """Rows whose line is that of a failed row."""
+        return sum(entry >= 0 and entry & 1 for entry in self._entries)
+
     def drop_failed(self) -> int:
         """Forget the lines of failed rows; returns how many."""
         entries, dropped = self._entries, 0

@@ -9,7 +9,7 @@ import re
 import stat
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,6 +34,10 @@ class RowWriter(Protocol):
         """Rows that the output holds now, of earlier runs and this one."""
 
     @property
+    def num_failed(self) -> int:
+        """Failed rows among them."""
+
+    @property
     def created(self) -> int:
         """When the output was begun, by its first run: seconds since 1970."""
 
@@ -42,6 +46,9 @@ class RowWriter(Protocol):
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Write one row; it is in the hands of the system when this returns."""
+
+    def earlier_lines(self) -> Iterator[bytes]:
+        """Lines of earlier runs that stay in the output, in any order."""
 
     def finish(self, num_rows: int, meta: Mapping[str, Any]) -> None:
         """Complete the output of an input of `num_rows` rows; `meta` describes the run."""
@@ -114,13 +121,18 @@ class StreamWriter:
         if fd is None and sys.stdout is None:
             raise OutputError("<stdout>: is closed", "give -o FILE")
         self._lines = json_lines(self._deliver)
-        self._num_rows = 0
+        self._num_rows = self._num_failed = 0
         self._created = int(time.time())
 
     @property
     def num_rows(self) -> int:
         """Rows written."""
         return self._num_rows
+
+    @property
+    def num_failed(self) -> int:
+        """Failed rows among them."""
+        return self._num_failed
 
     @property
     def created(self) -> int:
@@ -136,6 +148,7 @@ class StreamWriter:
         """Write one row."""
         self._lines.write(record)
         self._num_rows += 1
+        self._num_failed += record["status"] == "error"
 
     def _deliver(self, line: bytes) -> None:
         try:
@@ -154,6 +167,10 @@ class StreamWriter:
             raise
         except OSError as error:
             raise write_failed(self.path, "cannot be written", error) from error
+
+    def earlier_lines(self) -> Iterator[bytes]:
+        """None."""
+        return iter(())
 
     def finish(self, num_rows: int, meta: Mapping[str, Any]) -> None:
         """Close an owned descriptor; a stream has no place for `meta`."""

@@ -3,6 +3,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -115,12 +116,57 @@ def test_tables(show: Show, width: int, monkeypatch: pytest.MonkeyPatch) -> None
     assert result.exit_code == 0
     text = result.stdout
     assert all(cell_len(line) <= width for line in text.splitlines())
-    for title in ("Acceptance by position", "Accepted drafts a step", "Rows by acceptance"):
-        assert title in text
-    assert "50.0 %" in text
-    assert "empty_prompt" in text
+    for title in (
+        "Acceptance by position", "Accepted drafts a step", "What if a step had fewer drafts",
+        "Acceptance length by completion length", "Rows by acceptance",
+        "Rows of the lowest acceptance length",
+    ):  # fmt: skip
+        assert title in text.splitlines()
+    # Each label and figure in one line, whole.
+    cells = {cell.strip() for line in text.splitlines() for cell in re.split(r"\||\s\s+", line)}
+    assert {"50.0 %", "empty_prompt", "mean acceptance length", "median", "8-15", "q1"} <= cells
     assert "\x1b" not in text
     assert "#" in text
+
+
+@pytest.mark.parametrize("width", [40, 60])
+def test_large_figures_are_whole_in_narrow_tables(
+    show: Show, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    counts = {
+        name: [10**8 * count for count in SPEC[name]]  # type: ignore[attr-defined]
+        for name in ("acceptance_histogram", "drafted_per_position", "accepted_per_position")
+    }
+    Path("many").write_text(json.dumps(row(0, {**SPEC, **counts}, 14 * 10**8)) + "\n")
+    text = show("many", "--lowest", "1").stdout
+    assert all(cell_len(line) <= width for line in text.splitlines())
+    cells = {cell.strip() for line in text.splitlines() for cell in re.split(r"\||\s\s+", line)}
+    assert {"1,400,000,000", "1,500,000,000", "80.0 %", "2.60", "20.0 %", "position"} <= cells
+    assert ("400,000,000" in cells) == (width == 60)  # how often; the rate says how much
+
+
+def test_ids_are_shown_as_they_are_and_do_nothing(show: Show) -> None:
+    names = ["[bold]x[/]", "[/nothing]", "\x1b[2J\u202e", "a very long name " * 9]
+    rows = [{**row(index), "custom_id": name} for index, name in enumerate(names)]
+    Path("ids").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    result = show("ids", "--lowest", "4")
+    assert result.exit_code == 0
+    assert "[bold]x[/]" in result.stdout
+    assert "[/nothing]" in result.stdout
+    assert "\\x1b[2J\\u202e" in result.stdout
+    assert "\x1b" not in result.stdout
+    assert result.stdout.count("very") == 9
+
+
+def test_fewer_drafts_are_what_the_same_steps_would_have_yielded(show: Show) -> None:
+    spec = json.loads(show("out", "--json").stdout)["speculative_decoding"]
+    found = spec["with_fewer_drafts"]
+    assert [one["num_speculative_tokens"] for one in found] == [1, 2, 3]
+    # 5, 3 and 1 accepted at the positions of 10 steps.
+    assert [one["mean_acceptance_length"] for one in found] == [1.5, 1.8, 1.9]
+    assert [one["draft_acceptance_rate"] for one in found] == [0.5, 0.4, 0.3]
+    assert found[-1]["mean_acceptance_length"] == spec["mean_acceptance_length"]
 
 
 def test_without_speculation(show: Show) -> None:
