@@ -67,7 +67,7 @@ def test_a_write_that_fails(code: str) -> None:
     assert done.returncode == 6
     reason = os.strerror(getattr(__import__("errno"), code))
     assert f"error: {Path('out.partial').resolve()}: cannot be written: {reason}" in done.stderr
-    assert ("hint: free some space" in done.stderr) == (code != "EIO")
+    assert ("hint: free some " in done.stderr) == (code != "EIO")
     assert "Traceback" not in done.stderr
     assert "19 finished rows are kept in" in done.stderr
     assert whole_lines("out.partial") == 19
@@ -106,7 +106,11 @@ def test_a_file_that_may_not_grow(limit: int) -> None:
         {}, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     )
     assert done.returncode == 6
-    assert "cannot be written: File too large" in done.stderr
+    assert "cannot be written: File too large\nhint: raise the limit" in done.stderr
+    assert "(ulimit -f)" in done.stderr
+    # The remark that tells how to go on comes with the error that tells what to do first.
+    assert "finished rows are kept in" in done.stderr
+    assert "\nto go on: " in done.stderr
     assert 0 < whole_lines("out.partial") < ROWS
     check_resume()
 

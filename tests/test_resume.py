@@ -274,10 +274,59 @@ def test_a_finished_output(invoke: Invoke, engine: Engine, settings: dict[str, A
         file.write('{"prompt": "one more"}\n')
     result = invoke("--resume")
     assert result.exit_code == 2
-    assert "is the output of another input" in result.stderr
+    assert "out: complete for 30 rows, but the input has more" in result.stderr
     assert Path("out").read_bytes() == whole
     assert invoke("--overwrite").exit_code == 0
     assert len(rows("out")) == 31
+
+
+def test_a_finished_output_takes_up_what_its_input_has_gained(
+    invoke: Invoke, engine: Engine
+) -> None:
+    """Lines that were added or changed after the end cost nothing but themselves."""
+    invoke()
+    before = rows("out")
+    lines = Path("in.jsonl").read_text().splitlines(keepends=True)
+    lines[7] = '{"prompt": "mended"}\n'
+    Path("in.jsonl").write_text("".join(lines))
+    engine.seen.clear()
+    result = invoke("--resume")
+    assert result.exit_code == 2
+    assert "out: 1 row of changed input lines\nhint: --retry-errors runs what" in result.stderr
+    Path("in.jsonl").write_text("".join([*lines, '{"prompt": "one more"}\n']))
+    assert invoke("--retry-errors").exit_code == 0
+    assert engine.asked() == [7, 30]
+    after = rows("out")
+    assert [row["index"] for row in after] == list(range(31))
+    assert [r for r in after if r["index"] not in (7, 30)] == before[:7] + before[8:]
+    assert after[7]["choices"][0]["text"] == "dednem"
+    for again in ("--resume", "--retry-errors"):
+        assert (invoke(again).exit_code, engine.asked()) == (0, [])
+    assert invoke("--shard", "2/2", "-o", "part").exit_code == 0
+    engine.seen.clear()
+    # A line of another shard only: nothing to run, but the shard is now one of the longer input.
+    with open("in.jsonl", "a") as file:
+        file.write('{"prompt": "one"}\n{"prompt": "two"}\n{"prompt": "three"}\n')
+    assert invoke("--shard", "2/2", "-o", "part", "--retry-errors").exit_code == 0
+    assert engine.asked() == [31, 33]
+    assert json.loads(Path("part.meta.json").read_text())["num_rows"] == 34
+
+
+@pytest.mark.parametrize("damage", [b"\0" * 9, b'"' * 9, b"\xff" * 9])
+def test_damage_inside_a_finished_output_is_found(
+    invoke: Invoke, engine: Engine, damage: bytes
+) -> None:
+    invoke()
+    engine.seen.clear()
+    whole = Path("out").read_bytes()
+    end = whole.index(b"\n", 2000)
+    Path("out").write_bytes(whole[: end - 40] + damage + whole[end - 31 :])
+    result = invoke("--resume")
+    assert result.exit_code == 2
+    assert "out: not complete: 29 of 30 rows are whole" in result.stderr
+    assert invoke("--retry-errors").exit_code == 0
+    assert len(engine.asked()) == 1
+    assert Path("out").read_bytes() == whole
 
 
 @pytest.mark.parametrize(("meta", "state"), [(None, "missing"), ("{", "damaged")])
@@ -305,7 +354,7 @@ def test_a_shortened_output_is_not_called_complete(
     result = invoke("--resume")
     assert (result.exit_code, engine.asked()) == (2, [])
     assert "out: not complete: " in result.stderr
-    assert " of 30 rows are whole\nhint: --retry-errors runs the others" in result.stderr
+    assert " of 30 rows are whole\nhint: --retry-errors runs what is missing" in result.stderr
     assert invoke("--retry-errors").exit_code == 0
     assert 1 <= len(engine.asked()) < 5
     assert Path("out").read_bytes() == whole

@@ -193,7 +193,11 @@ JOB = [
         is_flag=True,
         help="Start again; replaces OUT once complete, discards a partial OUT.",
     ),
-    _option("--retry-errors", is_flag=True, help="Run failed rows of an earlier run again."),
+    _option(
+        "--retry-errors",
+        is_flag=True,
+        help="Run failed rows of an earlier run again, and what a finished OUT lacks.",
+    ),
     _option(
         "--max-errors",
         type=click.IntRange(min=0),

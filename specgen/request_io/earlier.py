@@ -7,11 +7,12 @@ refused: rows that took hours must not vanish over a mistyped name.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from specgen.errors import UsageError
 from specgen.request_io.partial import LineReader, RowIndex
 
-__all__ = ["Digests", "check_input", "refuse_end", "refuse_other"]
+__all__ = ["Comparison", "Digests", "check_input", "refuse_end", "refuse_other"]
 
 #: Hashes of the first N lines of the input; None if it can be read only once.
 Digests = Callable[[int], Iterable[str] | None]
@@ -19,23 +20,44 @@ Digests = Callable[[int], Iterable[str] | None]
 _HINT = "give the input (and --limit) of that run, choose another -o, or give --overwrite"
 
 
-def check_input(rows: RowIndex, fd: int, digests: Digests, name: str) -> int | None:
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What became of the input since.
+
+    Attributes:
+        num_changed: rows of other lines than the output's; their lines have been forgotten.
+        num_lines: lines of the input, as far as it was read.
+    """
+
+    num_changed: int
+    num_lines: int
+
+
+def check_input(
+    rows: RowIndex, fd: int, digests: Digests, name: str, num_lines: int = 0
+) -> Comparison | None:
     """Compare the lines of `fd` with the input, and forget those of rows that have changed.
 
-    Returns how many have changed; None if the input can be read only once.
+    Args:
+        rows: the lines.
+        fd: what holds them.
+        digests: of the input.
+        name: of the output, for messages.
+        num_lines: read so many lines of the input at least.
+
+    Returns None if the input can be read only once.
 
     Raises:
         UsageError: most rows are those of other lines, or some lie beyond the end of the input.
     """
-    if not rows.count():
-        return 0
-    hashes = digests(rows.shard.index(len(rows) - 1) + 1)
+    needed = rows.shard.index(len(rows) - 1) + 1 if rows.count() else 0
+    hashes = digests(max(needed, num_lines))
     if hashes is None:
         return None
     reader = LineReader(fd)
-    num_lines = num_same = num_changed = 0
+    num_read = num_same = num_changed = 0
     for index, digest in enumerate(hashes):
-        num_lines += 1
+        num_read += 1
         if not rows.shard.owns(index) or (offset := rows.offset(index)) < 0:
             continue
         head = reader.head(offset)
@@ -44,10 +66,10 @@ def check_input(rows: RowIndex, fd: int, digests: Digests, name: str) -> int | N
         if not same:
             num_changed += 1
             rows.drop(index)
-    refuse_end(rows, num_lines, name)
+    refuse_end(rows, num_read, name)
     if num_changed > num_same:
         refuse_other(name, num_changed, num_same + num_changed)
-    return num_changed
+    return Comparison(num_changed, num_read)
 
 
 def refuse_end(rows: RowIndex, num_lines: int, name: str) -> None:

@@ -216,23 +216,30 @@ class FileWriter:
             )
         self._compare(meta, str(self.path))
         rows = RowIndex(options.shard)
+        num_rows = int(meta.get("num_rows", 0))
         with open(self._target, "rb") as file:
-            found = scan(file.fileno(), rows)
-            whole = found.size == os.fstat(file.fileno()).st_size and not found.num_damaged
-            if options.retry_errors:
-                check_input(rows, file.fileno(), options.digests, str(self.path))
-        num_rows = meta.get("num_rows")
-        expected = rows.count() if num_rows is None else options.shard.num_rows(num_rows)
-        whole &= rows.count() == expected == found.num_lines
+            found = scan(file.fileno(), rows, whole=True)
+            cut = found.size != os.fstat(file.fileno()).st_size
+            num_whole = rows.count()
+            # One line more, to see whether there are more now.
+            now = check_input(rows, file.fileno(), options.digests, str(self.path), num_rows + 1)
+        expected = options.shard.num_rows(num_rows)
+        problem = None
+        if cut or found.num_damaged or not num_whole == expected == found.num_lines:
+            problem = f"not complete: {num_whole:,} of {expected:,} rows are whole"
+        elif now is not None and now.num_changed:
+            problem = f"{counted(now.num_changed, 'row')} of changed input lines"
+        elif now is not None and now.num_lines > num_rows:
+            problem = f"complete for {counted(num_rows, 'row')}, but the input has more"
         if not options.retry_errors:
-            if not whole:
+            if problem is not None:
                 raise UsageError(
-                    f"{self.path}: not complete: {rows.count():,} of {expected:,} rows are whole",
-                    "--retry-errors runs the others, --overwrite starts again",
+                    f"{self.path}: {problem}",
+                    "--retry-errors runs what is missing, --overwrite starts again",
                 )
             self._clear_leftovers()
             raise OutputComplete(meta)
-        if not rows.drop_failed() and whole:
+        if not rows.drop_failed() and problem is None:
             raise OutputComplete(meta)
         self._created = int(meta.get("created", self._created))
         self._note_settings()
@@ -261,11 +268,12 @@ class FileWriter:
             self._notify(f"cut {torn:,} bytes of a torn line from {self._partial}")
         if found.num_damaged:
             self._notify(f"{self._partial}: {counted(found.num_damaged, 'damaged line')} left out")
-        changed = check_input(self._rows, fd, self._options.digests, str(self._partial))
-        if changed is not None:
+        now = check_input(self._rows, fd, self._options.digests, str(self._partial))
+        if now is not None:
             self._input_checked = True
-        if changed:
-            self._notify(f"running {counted(changed, 'row')} of changed input lines again")
+            if now.num_changed:
+                changed = counted(now.num_changed, "row")
+                self._notify(f"running {changed} of changed input lines again")
         if self._options.retry_errors:
             self._notify(f"trying {counted(self._rows.drop_failed(), 'failed row')} again")
         self._size = self._earlier_size = found.size

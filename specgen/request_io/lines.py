@@ -16,12 +16,18 @@ from specgen.request_io.record import encode
 __all__ = ["json_lines", "write_all", "write_failed"]
 
 
+_HINTS = {
+    errno.ENOSPC: "free some space",
+    errno.EDQUOT: "free some of your quota",
+    errno.EFBIG: "raise the limit on the size of files (ulimit -f), or that of the file system",
+    errno.EROFS: "choose an output on a file system that can be written",
+}
+
+
 def write_failed(path: str | None, what: str, error: Exception) -> OutputError:
     """The error of an output: its name, what could not be done, and why."""
     reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-    hint = None
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        hint = "free some space"
+    hint = _HINTS.get(error.errno) if isinstance(error, OSError) and error.errno else None
     return OutputError(f"{path or '<stdout>'}: {what}: {reason}", hint)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import shutil
@@ -15,7 +16,7 @@ from specgen.errors import InputError, OutputError, UsageError
 from specgen.request_io.file_writer import beside, write_file
 from specgen.request_io.fingerprint import differences
 from specgen.request_io.lines import write_failed
-from specgen.request_io.partial import LineReader, RowIndex, scan
+from specgen.request_io.partial import LineReader, RowIndex, read_head, scan
 from specgen.request_io.shard import Shard
 
 __all__ = ["Merged", "merge_shards"]
@@ -54,8 +55,8 @@ def merge_shards(paths: Sequence[str], output: str, *, overwrite: bool = False) 
     """Write the rows of all shards to `output`, in input order.
 
     Raises:
-        InputError: a shard is missing, given twice, unfinished or of another run, or lacks
-            a row.
+        InputError: a shard is missing, given twice, unfinished or of another run, or does not
+            hold its rows and nothing else.
         UsageError: `output` exists, or is a shard.
         OutputError: `output` cannot be written.
     """
@@ -71,19 +72,30 @@ def merge_shards(paths: Sequence[str], output: str, *, overwrite: bool = False) 
         for part in parts:
             file = stack.enter_context(open(part.path, "rb"))
             rows = RowIndex(part.shard)
-            scan(file.fileno(), rows)
-            missing = next(rows.missing(part.shard.num_rows(part.meta["num_rows"])), None)
-            if missing is not None:
-                raise InputError(
-                    f"{part.path}: has no row {missing}",
-                    "run the shard again with --retry-errors (what is missing) or --overwrite",
-                )
+            _check_rows(part, file.fileno(), rows)
             readers.append(LineReader(file.fileno()))
             indices.append(rows)
         try:
             return _write(target, parts, readers, indices)
         except OSError as error:
             raise write_failed(output, "cannot be written", error) from error
+
+
+def _check_rows(part: _Part, fd: int, rows: RowIndex) -> None:
+    """Find the lines of a part, and refuse one that does not hold its rows and nothing else."""
+    found = scan(fd, rows, whole=True)
+    num_rows = part.shard.num_rows(part.meta["num_rows"])
+    missing = next(rows.missing(num_rows), None)
+    problem = None
+    if missing is not None:
+        problem = f"has no row {missing}"
+    elif found.num_lines != num_rows or found.size != os.fstat(fd).st_size:
+        problem = "holds more than the rows of its shard"
+    if problem is not None:
+        raise InputError(
+            f"{part.path}: {problem}",
+            "run the shard again with --retry-errors (what is missing) or --overwrite",
+        )
 
 
 def _read_part(path: str) -> _Part:
@@ -131,6 +143,12 @@ def _check_parts(parts: Sequence[_Part]) -> list[_Part]:
     return [by_number[number] for number in numbers]
 
 
+def _hash_of_input_line(line: bytes) -> bytes:
+    head = read_head(line)
+    assert head is not None, "scanned lines have heads"
+    return bytes.fromhex(head.input_hash)
+
+
 def _write(
     target: Path,
     parts: Sequence[_Part],
@@ -145,15 +163,23 @@ def _write(
         )
     num_rows: int = parts[0].meta["num_rows"]
     scratch, num_failed = beside(target, ".merging"), 0
+    input_hash = hashlib.blake2b(digest_size=16)
     try:
         with open(scratch, "wb", buffering=_COPY_BYTES) as out:
             for index in range(num_rows):
                 number = index % len(parts)
                 line = readers[number].line(indices[number].offset(index))
                 num_failed += indices[number].failed(index)
+                input_hash.update(_hash_of_input_line(line))
                 out.write(line)
             out.flush()
             os.fsync(out.fileno())
+        if input_hash.hexdigest() != parts[0].meta["input_hash"]:
+            raise InputError(
+                f"{parts[0].path}: the rows of these shards are not those that their metadata "
+                "describe",
+                "look whether one was replaced by an output of another run",
+            )
         meta = {
             **{k: v for k, v in parts[0].meta.items() if k not in ("summary", "started")},
             "merged_from": [part.path for part in parts],

@@ -111,6 +111,30 @@ def test_damaged_and_unfinished_shards(shards: list[str]) -> None:
     check_refused("part2.meta.json is missing or damaged", *shards)
 
 
+@pytest.mark.parametrize("damage", [b"\0" * 9, b'"' * 9, b"\xff" * 9])
+def test_damage_inside_a_line_is_found(shards: list[str], damage: bytes) -> None:
+    data = Path(shards[1]).read_bytes()
+    end = data.index(b"\n")
+    index = json.loads(data[:end])["index"]
+    Path(shards[1]).write_bytes(data[: end - 40] + damage + data[end - 31 :])
+    check_refused(f"part2: has no row {index}\nhint: run the shard again", *shards)
+
+
+@pytest.mark.parametrize("more", ["a line of another shard", "a line twice", "half a line"])
+def test_a_shard_holds_its_rows_and_nothing_else(shards: list[str], more: str) -> None:
+    own, other = (Path(shards[i]).read_bytes().splitlines(keepends=True)[0] for i in (1, 0))
+    with open(shards[1], "ab") as file:
+        file.write({"a line of another shard": other, "a line twice": own}.get(more, own[:30]))
+    check_refused("part2: holds more than the rows of its shard", *shards)
+
+
+def test_shards_whose_rows_are_of_another_input(run: Invoke, shards: list[str]) -> None:
+    write_input("other.jsonl", [f"other {i}" for i in range(ROWS)])
+    run("other.jsonl", "--shard", "2/3", "-o", "other")
+    Path("other").rename(shards[1])
+    check_refused("the rows of these shards are not those that their metadata describe", *shards)
+
+
 def test_an_output_that_cannot_be_written(shards: list[str]) -> None:
     result = merge(*shards, "-o", "no/dir/all")
     assert result.exit_code == 6
