@@ -59,18 +59,18 @@ def install(out: Path) -> None:
 def main() -> None:
     """Parse the stage and its sizes, and run it."""
     parser = argparse.ArgumentParser(prog="python -m tools.build_pair", description=__doc__)
-    stages = ["data", "target", "heal", "drafts", "evaluate", "card", "install", "all"]
+    stages = ["data", "target", "drafts", "evaluate", "card", "install", "all"]
     parser.add_argument("stage", choices=stages)
     parser.add_argument("--work", type=Path, default=ROOT / "build/pair", help="downloads, arrays")
     parser.add_argument("--out", type=Path, help="trained checkpoints (default: WORK/out)")
     parser.add_argument("--target", type=Path, help="target checkpoint for drafts and evaluate")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--target-seconds", type=float, default=300)
-    parser.add_argument("--loop-seconds", type=float, default=45)
-    parser.add_argument("--sample-seconds", type=float, default=35)
-    parser.add_argument("--draft-seconds", type=float, default=150)
-    parser.add_argument("--together-seconds", type=float, default=60)
-    parser.add_argument("--eagle1-seconds", type=float, default=30)
+    parser.add_argument("--loop-seconds", type=float, default=20)
+    parser.add_argument("--sample-seconds", type=float, default=30)
+    parser.add_argument("--draft-seconds", type=float, default=110)
+    parser.add_argument("--together-seconds", type=float, default=100)
+    parser.add_argument("--eagle1-seconds", type=float, default=25)
     parser.add_argument("--tokens", type=int, default=131_072, help="tokens a target update")
     parser.add_argument("--draft-tokens", type=int, default=65_536, help="tokens a draft update")
     parser.add_argument(
@@ -96,15 +96,9 @@ def main() -> None:
             device=args.device,
             seconds=args.target_seconds,
             loop_seconds=args.loop_seconds,
-            tokens=args.tokens,
-        )
-    if args.stage == "heal":
-        train_target.heal(
-            args.work,
-            trained,
-            out / "target",
-            device=args.device,
-            seconds=args.loop_seconds,
+            together_seconds=args.together_seconds,
+            sample_seconds=args.sample_seconds / 3,
+            rows=args.rows,
             tokens=args.tokens,
         )
     if args.stage == "drafts" or whole:
@@ -112,13 +106,13 @@ def main() -> None:
             load_target(trained, args.device),
             args.work,
             out,
+            companion=out / "companion.safetensors",
             sample_seconds=args.sample_seconds,
             seconds=args.draft_seconds,
             eagle1_seconds=args.eagle1_seconds,
             rows=args.rows,
             tokens=args.draft_tokens,
             draft_vocab=args.draft_vocab,
-            together_seconds=args.together_seconds,
         )
     if args.stage == "install" or whole:
         install(out)

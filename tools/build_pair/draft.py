@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ MAX_PASSES = 8
 # The customary boundaries {2, L // 2, L - 3} leave three of eight blocks unseen: on a target this
 # shallow the stream that leaves the last block tells the draft far more.
 AUX = (2, 5, 8)
+INTERMEDIATE = 1280  # of an EAGLE-3 draft's feed-forward
 
 
 def attend(
@@ -71,9 +73,13 @@ class Draft(nn.Module):
         embedding: Tensor,
         draft_vocab: int | None,
         aux: tuple[int, ...] = AUX,
+        intermediate: int = INTERMEDIATE,
     ) -> None:
         super().__init__()
-        self.shape, self.eagle3 = shape, draft_vocab is not None
+        self.eagle3 = draft_vocab is not None
+        if self.eagle3:
+            shape = replace(shape, intermediate=intermediate)
+        self.shape = shape
         self.aux = tuple(min(i, shape.layers) for i in aux) if self.eagle3 else ()
         H = shape.hidden
         self.attend: Callable[..., Tensor] = attend
@@ -209,8 +215,7 @@ def load_draft(
     vocab = len(weights["d2t"]) if "d2t" in weights else None
     config = json.loads((folder / "config.json").read_text())
     ids = config.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids")
-    customary = (2, shape.layers // 2, shape.layers - 3)
-    draft = Draft(shape, embedding, vocab, tuple(ids) if ids else customary)
+    draft = Draft(shape, embedding, vocab, tuple(ids or AUX), config["intermediate_size"])
     names = {name.replace("layers.0.", "midlayer."): t for name, t in weights.items()}
     draft.load_state_dict(names)
     return draft.to(embedding.device, dtype).requires_grad_(False).eval()

@@ -1,4 +1,4 @@
-"""Muon for the hidden matrices; AdamW for the rest comes from torch."""
+"""Muon for the hidden matrices, AdamW of torch for the rest, and the schedule of their rates."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+MUON_RATE = 0.01  # of a draft's matrices
 
 
 def orthogonalise(update: Tensor) -> Tensor:
@@ -53,3 +55,29 @@ def schedule(progress: float, warm: float = 0.02, flat: float = 0.4) -> float:
     if progress < warm:
         return max(progress, 1e-4) / warm
     return min(1.0, max(0.0, (1.0 - progress) / (1.0 - flat)))
+
+
+class DraftOptimiser:
+    """Muon on a draft's layer and `fc`, AdamW on its head and norms, nothing on `frozen`."""
+
+    def __init__(self, draft: nn.Module, lr: float, frozen: tuple[Tensor, ...] = ()) -> None:
+        kept = {id(tensor) for tensor in frozen}
+        mine = [(n, p) for n, p in draft.named_parameters() if id(p) not in kept]
+        matrices = [p for n, p in mine if p.ndim == 2 and not n.startswith("lm_head")]
+        chosen = {id(p) for p in matrices}
+        self.muon = Muon(matrices)
+        self.others = [p for _, p in mine if id(p) not in chosen]
+        self.adam = torch.optim.AdamW(
+            self.others, lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=matrices[0].is_cuda
+        )
+        self.mine, self.lr = [p for _, p in mine], lr
+
+    def step(self, factor: float) -> None:
+        """One update at `factor` of the peak rates."""
+        torch.nn.utils.clip_grad_norm_(self.others, 0.5)
+        for group in self.adam.param_groups:
+            group["lr"] = self.lr * factor
+        self.adam.step()
+        self.muon.step(MUON_RATE * factor, 0.0)
+        for parameter in self.mine:
+            parameter.grad = None

@@ -1,4 +1,4 @@
-"""Training of the target: next-token loss on the corpus, then a short phase against loops."""
+"""Training of the target: the corpus, then loops, both with an eye on what a draft can foresee."""
 
 from __future__ import annotations
 
@@ -9,43 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
-from torch.nn import functional
 
 from tools.build_pair.batches import BUCKETS, Batches
+from tools.build_pair.companion import STRENGTH, Companion
 from tools.build_pair.encode import Records
-from tools.build_pair.model import Shape, Target, load_target, save_target
+from tools.build_pair.losses import held_out_loss, labels_of, loop_loss, loss_of, next_token_loss
+from tools.build_pair.model import Shape, Target, save_target
 from tools.build_pair.optimiser import Muon, schedule
+from tools.build_pair.own_samples import SampleBatches, sample_all
 from tools.build_pair.prompts import PromptPool
-from tools.build_pair.sample_target import Completions, Sampler, repeats
-from tools.build_pair.tokenizer import PAD_ID
+from tools.build_pair.sample_target import Sampler
 
 HEALING_WEIGHT = 0.6
-
-
-def loss_of(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross-entropy over the labels that are not padding."""
-    logits = functional.linear(hidden, weight).float()
-    return functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=PAD_ID)
-
-
-def next_token_loss(model: Target, tokens: Tensor, loss: Any = loss_of) -> Tensor:
-    """Loss of predicting each token of `tokens [B, T]` from those before it."""
-    labels = functional.pad(tokens[:, 1:], (0, 1), value=PAD_ID)
-    with torch.autocast(tokens.device.type, torch.bfloat16):
-        hidden, _ = model(tokens)
-        return loss(hidden, model.embed_tokens.weight, labels)  # type: ignore[no-any-return]
-
-
-@torch.no_grad()
-def held_out_loss(model: Target, records: Records, device: str) -> float:
-    """Mean loss per token on records that were never trained on."""
-    total, count = 0.0, 0
-    for tokens in Batches(records, 32_768, device, text_weight=1).epoch(full=False):
-        number = int((tokens[:, 1:] != PAD_ID).sum())
-        total += float(next_token_loss(model, tokens)) * number
-        count += number
-    return total / max(count, 1)
+COMPANY_FROM = 0.35  # share of the pretraining after which the companion draft joins
+TOGETHER_RATE = 0.25  # of the pretraining's peak rates
 
 
 def bf16_copy(model: Target) -> Target:
@@ -83,7 +62,12 @@ class Optimiser:
 
 
 def pretrain(
-    model: Target, data: Batches, seconds: float, compiled: bool, log: list[dict[str, float]]
+    model: Target,
+    companion: Companion,
+    data: Batches,
+    seconds: float,
+    compiled: bool,
+    log: list[dict[str, Any]],
 ) -> None:
     """Train for `seconds` of wall time, compilation apart."""
     device = data.device
@@ -96,19 +80,23 @@ def pretrain(
         started = time.time()
         for length in BUCKETS:
             tokens = torch.full((data.tokens // length, length), 9, device=device)
-            next_token_loss(model, tokens, loss).backward()
+            pretrain_loss(model, companion, tokens, loss, 1.0).backward()
         model.zero_grad(set_to_none=True)
+        companion.draft.zero_grad(set_to_none=True)
         torch.cuda.synchronize()
         print(f"compiled in {time.time() - started:.0f} s", flush=True)
-    started, step, seen, average = time.time(), 0, 0, math.log(model.shape.vocab)
+    started, step, seen = time.time(), 0, 0
     pending: list[Tensor] = []
     for tokens in data:
         progress = (time.time() - started) / seconds
         if progress >= 1:
             break
-        value = next_token_loss(model, tokens, loss)
+        joined = (progress - COMPANY_FROM) * 10
+        value = pretrain_loss(model, companion, tokens, loss, min(1.0, joined))
         value.backward()
         optimiser.step(schedule(progress))
+        if joined > 0:
+            companion.optimiser.step(min(1.0, joined * 4) * schedule(progress, flat=0.6))
         pending.append(value.detach())
         step += 1
         seen += tokens.numel()
@@ -118,51 +106,62 @@ def pretrain(
             average = float(torch.stack(pending).mean())
             pending = []
             spent = time.time() - started
-            log.append({"step": step, "seconds": round(spent, 1), "loss": round(average, 4)})
-            print(f"step {step} {spent:.0f}s loss {average:.3f} {seen / spent / 1e6:.2f}M/s",
-                  flush=True)  # fmt: skip
+            note: dict[str, Any] = {"step": step, "seconds": round(spent, 1)}
+            note["loss"] = round(average, 4)
+            if joined > 0:
+                note["agreement"] = [round(x, 3) for x in companion.hits.tolist()]
+            log.append(note)
+            if len(log) % 4 == 1:
+                print(f"{note} {seen / spent / 1e6:.2f}M/s", flush=True)
             if not math.isfinite(average) or (step == 600 and average > 6.5):
                 raise RuntimeError(f"training failed: loss {average}")
     log.append({"step": step, "seconds": round(time.time() - started, 1), "tokens": seen})
 
 
-def loop_loss(model: Target, done: Completions) -> tuple[Tensor, float]:
-    """Unlikelihood of the tokens that end a repeated 4-gram, and the share of such tokens."""
-    again = repeats(done.tokens, done.prompts, done.lengths)
-    written = max(int((done.lengths - done.prompts).sum()), 1)
-    with torch.autocast(done.tokens.device.type, torch.bfloat16):
-        hidden, _ = model(done.tokens)
-        # Only the positions before a repeat matter: a few per cent of all.
-        at = again[:, 1:].nonzero(as_tuple=True)
-        logits = model.head(hidden[at]).float()
-    chosen = done.tokens[:, 1:][at]
-    probability = logits.softmax(-1).gather(1, chosen.unsqueeze(1))
-    loss = -torch.log1p(-probability.clamp(max=0.999)).sum() / written
-    return loss, float(again.sum()) / written
+def pretrain_loss(
+    model: Target, companion: Companion, tokens: Tensor, loss: Any, joined: float
+) -> Tensor:
+    """Next-token loss, and the companion's at `joined` of its strength; noted is the sum."""
+    with torch.autocast(tokens.device.type, torch.bfloat16):
+        hidden, streams = model(tokens)
+        value: Tensor = loss(hidden, model.embed_tokens.weight, labels_of(tokens))
+    if joined <= 0:
+        return value
+    return value + joined * STRENGTH * companion.on_corpus(tokens, hidden, streams)
+
+
+class Loops:
+    """Greedy completions of the model as it stands, and the loss on what they repeat."""
+
+    def __init__(self, model: Target, data: Batches, pool: PromptPool) -> None:
+        self.model, self.pool = model, pool
+        self.twin = bf16_copy(model)
+        # The shape of a training bucket, so that nothing is compiled anew.
+        self.rows = data.tokens // 256
+        self.sampler = Sampler(self.twin, self.rows, 256)
+        self.heat = torch.zeros(self.rows, device=data.device)
+
+    def loss(self) -> tuple[Tensor, float]:
+        """The loss, and the share of tokens that end a repeated 4-gram."""
+        self.twin.load_state_dict(self.model.state_dict())
+        prompts, lengths = self.pool.draw(self.rows, 48, chat_share=0.4)
+        return loop_loss(self.model, self.sampler.sample(prompts, lengths, self.heat))
 
 
 def against_loops(
     model: Target,
     data: Batches,
-    pool: PromptPool,
+    loops: Loops,
     seconds: float,
     weight: float,
-    log: list[dict[str, float]],
+    log: list[dict[str, Any]],
 ) -> None:
     """Loss on the repeats of greedy completions, times `weight`, beside the ordinary loss."""
-    twin = bf16_copy(model)
-    # The shape of a training bucket, so that nothing is compiled anew.
-    rows, length = data.tokens // 256, 256
-    sampler = Sampler(twin, rows, length)
     optimiser = torch.optim.AdamW(model.parameters(), lr=2e-4, betas=(0.9, 0.95), weight_decay=0.0)
     started, step = time.time(), 0
     batches = iter(data)
-    heat = torch.zeros(rows, device=data.device)
     while (progress := (time.time() - started) / seconds) < 1:
-        twin.load_state_dict(model.state_dict())
-        prompts, lengths = pool.draw(rows, 48, chat_share=0.4)
-        done = sampler.sample(prompts, lengths, heat)
-        unlikely, share = loop_loss(model, done)
+        unlikely, share = loops.loss()
         (weight * unlikely).backward()
         for group in optimiser.param_groups:
             group["lr"] = 2e-4 * min(1.0, 2 * (1 - progress))
@@ -176,6 +175,42 @@ def against_loops(
         step += 1
 
 
+def together(
+    model: Target,
+    companion: Companion,
+    data: Batches,
+    samples: SampleBatches,
+    loops: Loops,
+    seconds: float,
+    log: list[dict[str, Any]],
+) -> None:
+    """Target and draft at once on corpus and own text, with the mild loss on repeats."""
+    optimiser = Optimiser(model)
+    batches = iter(data)
+    started, step, share = time.time(), 0, 0.0
+    while (progress := (time.time() - started) / seconds) < 1:
+        factor = schedule(progress, warm=0.05, flat=0.2)
+        drafted = companion.on_samples(samples.draw())
+        (STRENGTH * drafted).backward()
+        written = next_token_loss(model, next(batches))
+        written.backward()
+        if step % 4 == 0:
+            unlikely, share = loops.loss()
+            (4 * HEALING_WEIGHT * unlikely).backward()
+        optimiser.step(TOGETHER_RATE * factor)
+        companion.optimiser.step(0.5 * schedule(progress, warm=0.05, flat=0.5))
+        if step % 25 == 0:
+            log.append({
+                "together": step,
+                "loss": round(float(written.detach()), 3),
+                "repeated": round(share, 3),
+                "agreement": [round(x, 3) for x in companion.hits.tolist()],
+            })  # fmt: skip
+            print(log[-1], flush=True)
+        step += 1
+    print(f"{step} steps together", flush=True)
+
+
 def train(
     data_folder: Path,
     out: Path,
@@ -184,9 +219,15 @@ def train(
     device: str,
     seconds: float,
     loop_seconds: float,
+    together_seconds: float,
+    sample_seconds: float,
+    rows: int,
     tokens: int,
-) -> Target:
-    """Train from the arrays in `data_folder`; write the checkpoint and target_log.json to `out`."""
+) -> None:
+    """Train from the arrays in `data_folder`.
+
+    Writes the checkpoint to `out`, target_log.json and companion.safetensors beside it.
+    """
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
     records = Records.load(data_folder / "train.npz.xz")
@@ -195,36 +236,26 @@ def train(
     model.reset()
     model = model.to(device)
     data = Batches(records, tokens, device)
-    log: list[dict[str, float]] = []
-    pretrain(model, data, seconds, device == "cuda", log)
-    result: dict[str, Any] = {"held_out_loss": held_out_loss(bf16_copy(model), held, device)}
-    save_target(model, out)
-    print(result, flush=True)
-    if loop_seconds:
-        pool = PromptPool(records, device)
-        # Strong first, which ends the loops and leaves scars; then mild, which heals them.
-        against_loops(model, data, pool, loop_seconds * 0.6, 4.0, log)
-        against_loops(model, data, pool, loop_seconds * 0.4, HEALING_WEIGHT, log)
-        result["held_out_loss_after_loops"] = held_out_loss(bf16_copy(model), held, device)
+    companion = Companion(model, device == "cuda")
+    log: list[dict[str, Any]] = []
+    result: dict[str, Any] = {}
+
+    def keep(name: str) -> None:
+        result[name] = held_out_loss(bf16_copy(model), held, device)
+        print(name, result[name], flush=True)
         save_target(model, out)
-    result["training_records_tokens"] = int(records.lengths.sum(dtype="int64"))
-    print(result, flush=True)
-    (out.parent / "target_log.json").write_text(json.dumps({**result, "log": log}) + "\n")
-    return model
+        save_file(companion.learnt(), out.parent / "companion.safetensors")
+        result["training_records_tokens"] = int(records.lengths.sum(dtype="int64"))
+        (out.parent / "target_log.json").write_text(json.dumps({**result, "log": log}) + "\n")
 
-
-def heal(
-    data_folder: Path, trained: Path, out: Path, *, device: str, seconds: float, tokens: int
-) -> None:
-    """More of the mild phase for a checkpoint that came out of the strong one."""
-    torch.manual_seed(3)
-    records = Records.load(data_folder / "train.npz.xz")
-    held = Records.load(data_folder / "held.npz.xz")
-    model = load_target(trained, device, torch.float32).requires_grad_(True).train()
-    log: list[dict[str, float]] = []
-    data = Batches(records, tokens, device, seed=7)
-    against_loops(model, data, PromptPool(records, device, 7), seconds, HEALING_WEIGHT, log)
-    save_target(model, out)
-    result: dict[str, Any] = {"held_out_loss": held_out_loss(bf16_copy(model), held, device)}
-    print(result, flush=True)
-    (out.parent / "heal_log.json").write_text(json.dumps({**result, "log": log}) + "\n")
+    pretrain(model, companion, data, seconds, device == "cuda", log)
+    keep("held_out_loss")
+    pool = PromptPool(records, device)
+    loops = Loops(model, data, pool)
+    # Strong, which ends the loops and leaves scars; what follows is mild and heals them.
+    against_loops(model, data, loops, loop_seconds, 4.0, log)
+    keep("held_out_loss_after_loops")
+    drawn = sample_all(bf16_copy(model), pool, sample_seconds, rows)
+    samples = SampleBatches(drawn, tokens, seed=1)
+    together(model, companion, data, samples, loops, together_seconds, log)
+    keep("held_out_loss_after_together")
