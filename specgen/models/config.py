@@ -159,6 +159,7 @@ def parse_block_sizes(
     reader: ConfigReader,
     *,
     default_head_dim: int | None = None,
+    default_rms_norm_eps: float = 1e-6,
     kv_heads_required: bool = False,
 ) -> dict[str, Any]:
     """The size fields of :class:`BlockConfig`, checked against one another."""
@@ -189,7 +190,7 @@ def parse_block_sizes(
         "num_heads": num_heads,
         "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
-        "rms_norm_eps": reader.positive_float("rms_norm_eps", 1e-6),
+        "rms_norm_eps": reader.positive_float("rms_norm_eps", default_rms_norm_eps),
     }
 
 
@@ -203,6 +204,7 @@ def parse_model_config(reader: ConfigReader, family: Family) -> ModelConfig:
     sizes = parse_block_sizes(
         reader,
         default_head_dim=family.default_head_dim,
+        default_rms_norm_eps=family.default_rms_norm_eps,
         kv_heads_required=not family.default_num_kv_heads_is_heads,
     )
     max_positions = reader.positive_int(
@@ -213,7 +215,12 @@ def parse_model_config(reader: ConfigReader, family: Family) -> ModelConfig:
     def bias(rule: bool | str) -> bool:
         return reader.flag(rule) if isinstance(rule, str) else rule
 
-    bos_ids = reader.ids("bos_token_id")
+    def tokens(key: str, default: int | None) -> tuple[int, ...]:
+        if key in reader.data or default is None:
+            return reader.ids(key)
+        return (default,)
+
+    bos_ids = tokens("bos_token_id", family.default_bos_token_id)
     return ModelConfig(
         **sizes,
         architecture=family.architecture,
@@ -233,7 +240,7 @@ def parse_model_config(reader: ConfigReader, family: Family) -> ModelConfig:
         tie_word_embeddings=reader.flag("tie_word_embeddings"),
         dtype=parse_dtype(reader),
         bos_token_id=bos_ids[0] if bos_ids else None,
-        eos_token_ids=reader.ids("eos_token_id"),
+        eos_token_ids=tokens("eos_token_id", family.default_eos_token_id),
         layer_windows=_parse_windows(reader, family, num_layers),
         experts=None if family.experts is None else _parse_experts(reader, family.experts),
     )

@@ -49,6 +49,10 @@ class Family:
     default_num_kv_heads_is_heads: bool = False
     """Whether an absent ``num_key_value_heads`` means plain multi-head attention."""
     default_max_position_embeddings: int = 2048
+    default_rms_norm_eps: float = 1e-6
+    default_bos_token_id: int | None = None
+    default_eos_token_id: int | None = None
+    """The ids when the keys are absent (null always means none)."""
     has_sliding_window: bool = False
     default_sliding_window: int | None = None
     """The window when ``sliding_window`` is absent (null always means none)."""

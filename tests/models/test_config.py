@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +43,47 @@ def test_absent_keys_of_llama() -> None:
     assert not config.tie_word_embeddings
     assert (config.qkv_bias, config.o_bias, config.mlp_bias, config.qk_norm) == (False,) * 4
     assert config.dtype is None
-    assert (config.bos_token_id, config.eos_token_ids) == (None, ())
+    assert (config.bos_token_id, config.eos_token_ids) == (1, (2,))
+
+
+@pytest.mark.parametrize("data", [LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE])
+def test_absent_keys_mean_what_they_mean_to_transformers(
+    tmp_path: Path, data: dict[str, Any]
+) -> None:
+    from transformers import AutoConfig
+
+    ours = parse(data)
+    (model_type,) = (f.model_type for f in FAMILIES if f.architecture == ours.architecture)
+    (tmp_path / "config.json").write_text(json.dumps({**data, "model_type": model_type}))
+    theirs = AutoConfig.from_pretrained(tmp_path)
+    for key in ("rms_norm_eps", "max_position_embeddings", "tie_word_embeddings", "bos_token_id"):
+        assert getattr(ours, key) == getattr(theirs, key), key
+    assert ours.eos_token_ids == (() if theirs.eos_token_id is None else (theirs.eos_token_id,))
+    assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
+    heads = theirs.num_key_value_heads, getattr(theirs, "head_dim", None) or 16
+    assert (ours.num_kv_heads, ours.head_dim) == heads
+    has_bias = getattr(theirs, "attention_bias", ours.architecture.startswith("Qwen2"))
+    assert ours.qkv_bias == has_bias
+    switched_off = not getattr(theirs, "use_sliding_window", True)
+    window = None if switched_off else getattr(theirs, "sliding_window", None)
+    assert set(ours.layer_windows) == (set() if window is None else {window})
+    if ours.experts is not None:
+        count = getattr(theirs, "num_experts", None) or theirs.num_local_experts
+        assert (ours.experts.num_experts, ours.experts.num_chosen) == (
+            count,
+            theirs.num_experts_per_tok,
+        )
+        assert ours.experts.normed == getattr(theirs, "norm_topk_prob", True)
 
 
 def test_null_is_absent() -> None:
-    keys = ("num_key_value_heads", "head_dim", "rope_scaling", "rope_parameters", "eos_token_id")
+    keys = ("num_key_value_heads", "head_dim", "rope_scaling", "rope_parameters")
     assert parse(LLAMA, **dict.fromkeys(keys)) == parse(LLAMA)
+
+
+def test_tokens_that_are_null_are_none() -> None:
+    config = parse(LLAMA, bos_token_id=None, eos_token_id=None)
+    assert (config.bos_token_id, config.eos_token_ids) == (None, ())
 
 
 def test_model_type_stands_in_for_architectures() -> None:
