@@ -40,6 +40,7 @@ class Checkpoint:
     def __init__(self, path: Path, tensors: dict[str, TensorInfo]) -> None:
         self.path = path
         self.tensors = tensors
+        self._opened: tuple[Path, dict[str, torch.Tensor]] | None = None
 
     @classmethod
     def open(cls, path: str | Path) -> Checkpoint:
@@ -68,7 +69,7 @@ class Checkpoint:
         return tensor
 
     def stream(self, names: set[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Tensors file by file; of safetensors, one at a time is in memory."""
+        """Tensors file by file; of safetensors one at a time is in memory, of pickles one file."""
         wanted = set(self.tensors) if names is None else names
         files = dict.fromkeys(info.file for name, info in self.tensors.items() if name in wanted)
         for file in files:
@@ -79,7 +80,10 @@ class Checkpoint:
                     assert stored is not None, name
                     yield name, read_tensor(file, stored)
             else:
-                state = _load_pickle(file)
+                if self._opened is None or self._opened[0] != file:
+                    self._opened = None  # the last one, before the next is read
+                    self._opened = (file, _load_pickle(file))
+                state = self._opened[1]
                 for name in mine:
                     yield name, state[name]
 

@@ -13,7 +13,14 @@ import torch
 from specgen.errors import ModelError
 from specgen.models.checkpoint import Checkpoint, TensorInfo
 
-__all__ = ["FLOATS", "check_shape", "check_tensors", "fill_tensors", "named_dtype"]
+__all__ = [
+    "FLOATS",
+    "check_narrowed",
+    "check_shape",
+    "check_tensors",
+    "fill_tensors",
+    "named_dtype",
+]
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # Rope frequencies that old checkpoints store; they follow from the configuration.
@@ -87,14 +94,22 @@ def fill_tensors(slots: Mapping[str, torch.Tensor], checkpoint: Checkpoint) -> N
         ModelError: a value does not fit float16.
     """
     for name, tensor in checkpoint.stream(set(slots)):
-        slot = slots[name]
-        slot.copy_(tensor)
-        narrowed = slot.dtype == torch.float16 and tensor.dtype != torch.float16
-        if narrowed and not torch.isfinite(slot).all() and torch.isfinite(tensor).all():
-            raise ModelError(
-                f'{checkpoint.tensors[name].file}: tensor "{name}" has values beyond float16',
-                hint="use --dtype bfloat16 or float32",
-            )
+        slots[name].copy_(tensor)
+        check_narrowed(f'{checkpoint.tensors[name].file}: tensor "{name}"', tensor, slots[name])
+
+
+def check_narrowed(what: str, stored: torch.Tensor, narrowed: torch.Tensor) -> None:
+    """Compare a tensor with its copy in another dtype, which may be too narrow for its values.
+
+    Raises:
+        ModelError: a finite value became infinite; it begins with ``what``.
+    """
+    if narrowed.dtype != torch.float16 or stored.dtype == torch.float16:
+        return
+    if not torch.isfinite(narrowed).all() and torch.isfinite(stored).all():
+        raise ModelError(
+            f"{what} has values beyond float16", hint="use --dtype bfloat16 or float32"
+        )
 
 
 def _listed(names: list[str]) -> str:

@@ -10,7 +10,7 @@ from specgen.models.config import ModelConfig, parse_dtype, refuse_quantization
 from specgen.models.config_reader import ConfigReader
 from specgen.models.rope_config import RopeConfig, parse_rope
 
-__all__ = ["load_auto_config", "read_transformers_config"]
+__all__ = ["causal_class", "load_auto_config", "read_transformers_config"]
 
 _ATTENTION_LAYERS = ("full_attention", "sliding_attention")
 
@@ -30,8 +30,32 @@ def load_auto_config(path: str | Path, trust_remote_code: bool) -> Any:
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise ModelError(
             f"{path}: neither a native target nor one that transformers can read: {reason}",
-            hint="--trust-remote-code lets a checkpoint bring its own code, if you trust it",
+            hint="look at its code, and at what that needs to be installed"
+            if trust_remote_code
+            else "--trust-remote-code lets a checkpoint bring its own code, if you trust it",
         ) from error
+
+
+def causal_class(config: Any, path: str | Path, trust_remote_code: bool) -> Any:
+    """The class with a lm_head that runs a configuration object, beside the checkpoint if trusted.
+
+    Raises:
+        ModelError: there is none, or its code cannot be read.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    reference = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")
+    if reference is not None and trust_remote_code:
+        try:
+            return get_class_from_dynamic_module(reference, str(path))
+        except Exception as error:  # anything at all: it is code
+            reason = str(error).strip().partition("\n")[0] or type(error).__name__
+            raise ModelError(f"{path}: its code cannot be loaded: {reason}") from error
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if model_class is None:
+        raise ModelError(f"{path}: {config.model_type!r} is not a causal decoder of transformers")
+    return model_class
 
 
 def read_transformers_config(

@@ -19,13 +19,13 @@ from torch import nn
 
 from specgen.errors import ModelError
 from specgen.models.attention import AttentionMetadata, KVCache
-from specgen.models.checkpoint import Checkpoint
 from specgen.models.config import ModelConfig
 from specgen.models.dummy import fill_dummy
 from specgen.models.rotary import TABLE_MARGIN, build_cos_sin
 from specgen.models.transformers_attention import ATTENTION_NAME, PagedPass, register_attention
-from specgen.models.transformers_config import load_auto_config
+from specgen.models.transformers_config import causal_class, load_auto_config
 from specgen.models.transformers_probe import ProbeFacts, probe
+from specgen.models.transformers_weights import fill_from_checkpoint
 
 if TYPE_CHECKING:
     from specgen.kernels import Kernels
@@ -50,7 +50,8 @@ def load_transformers_target(
     Args:
         path: directory of the checkpoint.
         config: what :func:`specgen.models.registry.read_model_config` made of it.
-        device: where the parameters go.
+        device: where the parameters go; on ``"meta"`` headers are checked, no tensor is read, and
+            what comes back only has shapes.
         dtype: of parameters and activations.
         kernels: operations to run on.
         aux_layers: boundaries whose streams to return.
@@ -62,59 +63,39 @@ def load_transformers_target(
         ModelError: the checkpoint is damaged or incomplete, or the model needs what we do not have.
     """
     register_attention()
+    auto_config = load_auto_config(path, trust_remote_code)
     with _quiet():
         if load_format == "dummy":
-            model = _from_config(path, dtype, trust_remote_code)
+            model = _from_config(auto_config, device, dtype, trust_remote_code)
         else:
-            model = _from_checkpoint(path, dtype, trust_remote_code)
+            model = fill_from_checkpoint(
+                causal_class(auto_config, path, trust_remote_code),
+                auto_config,
+                path,
+                device=device,
+                dtype=dtype,
+                attn_implementation=ATTENTION_NAME,
+            )
+    # What no checkpoint stores, such as frequencies, transformers makes on the host.
     model = model.to(device).eval().requires_grad_(False)
     return TransformersTarget(
         model, config, kernels, aux_layers, max_model_len=max_model_len, path=str(path)
     )
 
 
-def _from_config(path: str | Path, dtype: torch.dtype, trust_remote_code: bool) -> Any:
+def _from_config(
+    config: Any, device: torch.device | str, dtype: torch.dtype, trust_remote_code: bool
+) -> Any:
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_config(
-        load_auto_config(path, trust_remote_code),
-        dtype=dtype,
-        trust_remote_code=trust_remote_code,
-        attn_implementation=ATTENTION_NAME,
-    )
-    fill_dummy({name: parameter.detach() for name, parameter in model.named_parameters()})
-    return model
-
-
-def _from_checkpoint(path: str | Path, dtype: torch.dtype, trust_remote_code: bool) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    Checkpoint.open(path)  # names damaged files and missing shards, and refuses pickled code
-    auto_class: Any = AutoModelForCausalLM
-    try:
-        model, report = auto_class.from_pretrained(
-            str(path),
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(
+            config,
             dtype=dtype,
             trust_remote_code=trust_remote_code,
             attn_implementation=ATTENTION_NAME,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are in the report, and an error below
-            local_files_only=True,
         )
-    except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
-        reason = " ".join(str(error).split())[:500]
-        raise ModelError(f"{path}: transformers cannot load it: {reason}") from error
-    for kind, hint in (
-        ("mismatched", "config.json and weights are of different models"),
-        ("missing", "the checkpoint is incomplete, or its config.json is of another model"),
-        ("unexpected", "a tensor left unused changes what the model computes: check config.json"),
-    ):
-        entries = report.get(f"{kind}_keys") or ()
-        # A mismatched tensor is listed with both of its shapes.
-        names = sorted(e if isinstance(e, str) else str(e[0]) for e in entries)
-        if names:
-            shown = ", ".join(f'"{name}"' for name in names[:3])
-            raise ModelError(f"{path}: {len(names)} {kind} tensors: {shown}", hint=hint)
+    fill_dummy({name: parameter.detach() for name, parameter in model.named_parameters()})
     return model
 
 
@@ -178,6 +159,8 @@ class TransformersTarget(nn.Module):
     ) -> None:
         """Wrap and probe a loaded model whose attention is :data:`ATTENTION_NAME`.
 
+        A model on the meta device cannot run: its shapes are all that can be asked for.
+
         Raises:
             ModelError: the probe found that the model does not run on our attention.
         """
@@ -188,6 +171,15 @@ class TransformersTarget(nn.Module):
         self.num_layers = config.num_layers
         self.max_model_len = max_model_len or config.max_position_embeddings
         self._pass = PagedPass(path or config.architecture, kernels)
+        self._streams: dict[int, torch.Tensor] = {}
+        self.notes: tuple[str, ...] = (
+            f"{config.architecture} runs through transformers, slower and without CUDA graphs"
+            + (f": {config.backend_reason}" if config.backend_reason else ""),
+        )
+        self.notes += _fix_ropes(model, self.max_model_len, self._pass)
+        if self.device.type == "meta":
+            self.num_kv_heads, self.head_dim = config.num_kv_heads, config.head_dim
+            return
         self._pass.attach(model)
         base_name = model.base_model_prefix
         base = getattr(model, base_name, None)
@@ -199,15 +191,8 @@ class TransformersTarget(nn.Module):
         head = copy.copy(model)
         head._modules = {**model._modules, base_name: _GivenHidden()}
         self._head: tuple[Any, ...] = (head,)
-        rope_notes = _fix_ropes(model, self.max_model_len, self._pass)
         facts = _probe(self, self._pass)
         self.num_kv_heads, self.head_dim = facts.num_kv_heads, facts.head_dim
-        self.notes: tuple[str, ...] = (
-            f"{config.architecture} runs through transformers, slower and without CUDA graphs"
-            + (f": {config.backend_reason}" if config.backend_reason else ""),
-            *rope_notes,
-        )
-        self._streams: dict[int, torch.Tensor] = {}
         self._watch(facts.blocks)
 
     @property

@@ -19,14 +19,18 @@ from specgen.pipeline.block_manager import BlockManager
 from specgen.pipeline.cpu_threads import fit_cpu_threads
 from specgen.pipeline.cuda_graphs import DecodeGraphs
 from specgen.pipeline.drafter import Drafter
+from specgen.pipeline.in_flight import InFlight
 from specgen.pipeline.kv_cache import CachedModel, KVCaches, allocate, num_blocks_that_fit
 from specgen.pipeline.model_runner import ModelRunner
 from specgen.pipeline.rejection_sampler import RejectionSampler
 from specgen.pipeline.request_state import RequestState
 from specgen.pipeline.scheduler import Scheduler
+from specgen.pipeline.step_record import record_width
 from specgen.pipeline.tokenization import NoTokenizer, Tokenizer
 
 _MIN_PREFILL_TOKENS = {"cpu": 256, "cuda": 1024}
+# A CPU is host and device at once: there is nothing to hide.
+_MAX_LAG = {"cpu": 0, "cuda": 1}
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,7 @@ class Pipeline:
     state: RequestState
     scheduler: Scheduler
     runner: ModelRunner
+    in_flight: InFlight
     graphs: DecodeGraphs | None
     kernel_backend: str
 
@@ -138,8 +143,7 @@ def _check_headers(config: ResolvedConfig, draft: DraftConfig, overrides: DraftO
     Raises:
         ModelError: as loading would, once the target's weights are read.
     """
-    target = read_model_config(config.model_dir, trust_remote_code=config.trust_remote_code)
-    if target.backend != "native" or config.load_format == "dummy":
+    if config.load_format == "dummy":
         return
     assert config.draft_dir is not None
     options: dict[str, Any] = {
@@ -148,7 +152,11 @@ def _check_headers(config: ResolvedConfig, draft: DraftConfig, overrides: DraftO
         "kernels": select_kernels("cpu"),
     }
     skeleton = load_target(
-        config.model_dir, aux_layers=draft.aux_layers, max_model_len=1, **options
+        config.model_dir,
+        aux_layers=draft.aux_layers,
+        max_model_len=1,
+        trust_remote_code=config.trust_remote_code,
+        **options,
     )
     load_draft(config.draft_dir, skeleton, overrides=overrides, **options)
 
@@ -276,6 +284,12 @@ def _assemble(
         state=state,
         scheduler=scheduler,
         runner=runner,
+        in_flight=InFlight(
+            _MAX_LAG[config.device],
+            max_num_rows=config.max_num_seqs,
+            max_width=record_width(k),
+            device=device,
+        ),
         graphs=graphs,
         kernel_backend=kernels.backend,
     )

@@ -18,7 +18,7 @@ from models import layouts
 from models.tiny import edit_config, load_state, make_target, save_state, write_tokenizer
 
 from specgen.cli import cli
-from specgen.models import weights
+from specgen.models import checkpoint
 
 
 @pytest.fixture
@@ -162,14 +162,21 @@ def test_one_error_before_anything_starts(case: Path, spoil: Callable[[Path], No
     assert not Path("it-ran").exists()
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
 @pytest.mark.parametrize("spoil", [lose_a_tensor_of_the_head, misread_the_map])
 def test_a_head_that_is_amiss_shows_before_the_weights_are_read(
-    case: Path, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Path], None]
+    case: Path, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Path], None], family: str
 ) -> None:
-    def fill(slots: Any, checkpoint: Any) -> None:
-        raise AssertionError("weights were read")
+    if family != "llama":
+        shutil.rmtree(case / "text")
+        make_target(case / "text", family, with_tokenizer=True, **TEXT)
+    read_tensor = checkpoint.read_tensor
 
-    monkeypatch.setattr(weights, "fill_tensors", fill)
+    def read(file: Path, stored: Any) -> Any:
+        assert file.parent.name != "text", "weights were read"
+        return read_tensor(file, stored)
+
+    monkeypatch.setattr(checkpoint, "read_tensor", read)
     spoil(case)
     refused(sorted(os.listdir()), run(), *BAD[spoil])
 

@@ -29,7 +29,7 @@ from models.tiny import (
 
 from specgen.errors import ModelError
 from specgen.kernels import select_kernels
-from specgen.models import transformers_probe
+from specgen.models import checkpoint, transformers_probe
 from specgen.models.registry import read_model_config
 from specgen.models.transformers_target import TransformersTarget, load_transformers_target
 from specgen.models.weights import load_target
@@ -374,7 +374,97 @@ def test_damaged_checkpoints_are_refused(tmp_path: Path) -> None:
     save_state(path, {**state, "model.norm.weight": norm, "extra": norm.clone()})
     refused(lambda: load(path), "unexpected", "extra")
     save_state(path, {**state, "model.norm.weight": norm[:7].clone()})
-    refused(lambda: load(path), "mismatched", "model.norm.weight")
+    refused(lambda: load(path), "model.norm.weight", "[7], expected [32]")
+    save_state(path, {**state, "model.norm.weight": norm.to(torch.int8)})
+    refused(lambda: load(path), "model.norm.weight", "torch.int8", "quantized")
+    large = {**state, "model.norm.weight": norm * 1e6}
+    save_state(path, large)
+    refused(lambda: load(path, dtype="float16"), "model.norm.weight", "beyond float16")
+    save_state(path, large, as_bin=True)
+    refused(lambda: load(path, dtype="float16"), "pytorch_model.bin", "beyond float16")
+    save_state(path, {**state, "model.norm.weight": norm})
     file = path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     refused(lambda: load(path), "model.safetensors")
+
+
+@pytest.mark.parametrize("as_bin", [False, True])
+def test_shards_and_pickles_hold_the_same_model(tmp_path: Path, as_bin: bool) -> None:
+    """Experts are stored one by one and fused by transformers, whichever file each is in."""
+    path = make_target(tmp_path / "t", "qwen3_moe", hidden_act="gelu", max_shard_size="40KB")
+    assert len(list(path.glob("*.safetensors"))) > 2
+    sequences = random_sequences()
+    expected = run_transformers(path, sequences)
+    if as_bin:
+        save_state(path, load_state(path), as_bin=True)
+    target = load(path, aux_layers=tuple(range(8)))
+    check_against(target, sequences, expected)
+    assert {parameter.device.type for parameter in target.parameters()} == {"cpu"}
+
+
+def test_a_model_read_from_a_pickle_is_not_the_file(tmp_path: Path) -> None:
+    path = make_target(tmp_path / "t", "olmo2")
+    save_state(path, load_state(path), as_bin=True)
+    target = load(path)
+    before = target.lm_head_weight.clone()
+    file = path / "pytorch_model.bin"
+    size = file.stat().st_size
+    with open(file, "r+b") as opened:
+        opened.write(b"\xff" * size)
+    assert torch.equal(target.lm_head_weight, before)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_headers_are_enough_to_compare_names_and_shapes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    family, overrides = TARGETS[name]
+    path = make_target(tmp_path / "t", family, **overrides)
+    state = load_state(path)
+    whole = load(path)
+
+    def read(*_: object) -> None:
+        raise AssertionError("a tensor was read")
+
+    monkeypatch.setattr(checkpoint, "read_tensor", read)
+    options: dict[str, Any] = {"device": "meta", "kernels": KERNELS}
+    shapes = load_target(path, **options)
+    count = sum(parameter.numel() for parameter in whole.parameters())
+    assert sum(parameter.numel() for parameter in shapes.parameters()) == count
+    assert (shapes.num_kv_heads, shapes.head_dim) == (whole.num_kv_heads, whole.head_dim)
+    assert shapes.lm_head_weight.shape == whole.lm_head_weight.shape
+    assert shapes.notes == whole.notes
+    last = max(state)
+    save_state(path, {**state, last: torch.zeros(3)})
+    refused(lambda: load_target(path, **options), last.rpartition(".")[2], "[3], expected")
+    del state[last]
+    save_state(path, state)
+    refused(lambda: load_target(path, **options), "missing", last)
+
+
+def test_code_beside_a_checkpoint_runs_if_it_is_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "m"))
+    path = make_target(tmp_path / "t", "olmo2")
+    (path / "odd.py").write_text(
+        "from pathlib import Path\n"
+        "from transformers import Olmo2Config, Olmo2ForCausalLM\n"
+        "Path(__file__).with_name('ran').touch()\n"
+        "class OddConfig(Olmo2Config):\n    model_type = 'odd'\n"
+        "class OddForCausalLM(Olmo2ForCausalLM):\n    config_class = OddConfig\n"
+    )
+    sequences = random_sequences()
+    expected = run_transformers(path, sequences)
+    edit_config(
+        path,
+        model_type="odd",
+        architectures=["OddForCausalLM"],
+        auto_map={"AutoConfig": "odd.OddConfig", "AutoModelForCausalLM": "odd.OddForCausalLM"},
+    )
+    refused(lambda: load(path), "--trust-remote-code")
+    assert not list(tmp_path.rglob("ran"))
+    target = load(path, aux_layers=tuple(range(8)), trust_remote_code=True)
+    assert type(target.model).__name__ == "OddForCausalLM"
+    check_against(target, sequences, expected)
