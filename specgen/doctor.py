@@ -5,9 +5,11 @@ Reads configurations and headers only; no weights are loaded.
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import os
 import platform
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -81,7 +83,7 @@ def _machine(torch: Any) -> Iterator[Finding]:
         hint = "runs on the CPU, which is right for small models only"
         yield Finding("machine", "GPU", "none", "note", hint)
         return
-    yield Finding("machine", "driver", _driver_version(torch))
+    yield Finding("machine", "driver", _driver_version())
     for index in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
@@ -111,12 +113,17 @@ def _memory() -> str:
     return f"{total / 2**30:.1f} GiB"
 
 
-def _driver_version(torch: Any) -> str:
+def _driver_version() -> str:
+    """Which CUDA the driver is for, as it says itself: not every build of torch asks it."""
+    name = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+    version = ctypes.c_int(0)
     try:
-        version = torch._C._cuda_getDriverVersion()
-    except (AttributeError, RuntimeError):
+        failed = ctypes.CDLL(name).cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
         return "unknown"
-    return f"for CUDA {version // 1000}.{version % 1000 // 10}"
+    if failed or version.value <= 0:
+        return "unknown"
+    return f"for CUDA {version.value // 1000}.{version.value % 1000 // 10}"
 
 
 def _kernels(torch: Any) -> Iterator[Finding]:

@@ -5,7 +5,6 @@ Configurations, tokenizer and tensor headers are read; no tensor is.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
@@ -65,7 +64,9 @@ def _examine(
     model = model or str(BUILTIN_TARGET)
     draft = draft or (str(BUILTIN_DRAFT) if config.model is None else None)
 
-    directory = _find("target", model, config.revision, scratch / "target")
+    directory = _find(
+        "target", model, config.revision, scratch / "target", with_code=config.trust_remote_code
+    )
     yield Finding("target", "directory", model)
     target = _try(
         "target",
@@ -104,17 +105,22 @@ def _examine(
     if resolved.draft_dir is not None:
         head, findings = _draft(str(draft), resolved, target)
         yield from findings
-    num_parameters = _num_parameters(resolved, target, head)
+    skeletons = _skeletons(resolved, head)
+    for note in skeletons["target"].notes:
+        yield Finding("target", "remark", note, "note")
     if head is not None:
         yield Finding("draft", "fits the target", "yes")
-    yield from _memory(resolved, target, head, num_parameters, lengths)
+    counts = {name: _count(skeleton) for name, skeleton in skeletons.items()}
+    yield from _memory(resolved, target, head, counts, lengths)
 
 
-def _find(section: str, name: str, revision: str | None, scratch: Path) -> str:
+def _find(
+    section: str, name: str, revision: str | None, scratch: Path, *, with_code: bool = False
+) -> str:
     from specgen.hub import fetch_headers
 
     scratch.mkdir()
-    return _try(section, name, lambda: fetch_headers(name, scratch, revision))
+    return _try(section, name, lambda: fetch_headers(name, scratch, revision, with_code=with_code))
 
 
 def _try(section: str, name: str, look: Callable[[], _Found]) -> _Found:
@@ -275,25 +281,12 @@ def _memory(
         yield Finding("memory", "machine", text, "problem", "use a machine with more memory")
 
 
-def _num_parameters(
-    config: ResolvedConfig, target: ModelConfig, head: DraftConfig | None
-) -> dict[str, int]:
-    """Parameters of target and draft; every tensor is checked by name and shape on the way.
-
-    What transformers is to run is only known once it runs: there, what is stored is counted.
-    """
+def _skeletons(config: ResolvedConfig, head: DraftConfig | None) -> dict[str, Any]:
+    """Target and draft without values; every tensor is checked by name and shape on the way."""
     from specgen.kernels import select_kernels
-    from specgen.models.checkpoint import Checkpoint
     from specgen.models.weights import load_draft, load_target
     from specgen.pipeline.loading import draft_overrides
 
-    def stored(directory: str) -> int:
-        tensors = _try("target", "weights", lambda: Checkpoint.open(directory)).tensors
-        return sum(math.prod(info.shape) for info in tensors.values())
-
-    if target.backend == "transformers":
-        counts = {"target": stored(config.model_dir)}
-        return counts | ({} if config.draft_dir is None else {"draft": stored(config.draft_dir)})
     kernels = select_kernels("cpu")
     options: dict[str, Any] = {"device": "meta", "dtype": config.dtype, "kernels": kernels}
     options["load_format"] = config.load_format
@@ -301,18 +294,23 @@ def _num_parameters(
     skeleton = _try(
         "target",
         "weights",
-        lambda: load_target(config.model_dir, aux_layers=aux_layers, **options),
+        lambda: load_target(
+            config.model_dir,
+            aux_layers=aux_layers,
+            max_model_len=config.max_model_len,
+            trust_remote_code=config.trust_remote_code,
+            **options,
+        ),
     )
-    counts = {"target": _count(skeleton)}
+    skeletons: dict[str, Any] = {"target": skeleton}
     if config.draft_dir is not None:
         directory = config.draft_dir
-        draft = _try(
+        skeletons["draft"] = _try(
             "draft",
             "weights",
             lambda: load_draft(directory, skeleton, overrides=draft_overrides(config), **options),
         )
-        counts["draft"] = _count(draft)
-    return counts
+    return skeletons
 
 
 def _count(model: Any) -> int:

@@ -52,7 +52,9 @@ def locate(name: str, revision: str | None = None, *, with_code: bool = False) -
     return directory
 
 
-def fetch_headers(name: str, into: Path, revision: str | None = None) -> str:
+def fetch_headers(
+    name: str, into: Path, revision: str | None = None, *, with_code: bool = False
+) -> str:
     """A directory that shows a checkpoint's configuration and the shapes of its tensors.
 
     What is on disk or in the cache is shown itself. Of the rest the small files are fetched, and of
@@ -62,19 +64,21 @@ def fetch_headers(name: str, into: Path, revision: str | None = None) -> str:
         name: a directory, or ``owner/name``.
         into: an existing directory to build in.
         revision: branch, tag or commit of a hub id.
+        with_code: as for :func:`locate`.
 
     Raises:
         ModelError: as :func:`locate`; or a weight file has no header that can be read alone.
     """
     if not is_hub_id(name):
         return locate(name)
+    patterns = [*_TEXTS, *_CODE] if with_code else _TEXTS
     try:
-        cached = _snapshot(name, revision, [*_TEXTS, *_SAFETENSORS, *_PICKLES], cached_only=True)
+        cached = _snapshot(name, revision, [*patterns, *_SAFETENSORS, *_PICKLES], cached_only=True)
     except ModelError:
         cached = None
     if cached is not None and _has_weights(Path(cached)):
         return cached
-    texts = Path(_snapshot(name, revision, _TEXTS))
+    texts = Path(_snapshot(name, revision, patterns))
     for file in texts.iterdir():
         (into / file.name).symlink_to(file.resolve())
     try:

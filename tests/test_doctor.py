@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
 from models import layouts
 from models.tiny import (
@@ -15,6 +16,7 @@ from models.tiny import (
     make_eagle1,
     make_eagle3,
     make_llama,
+    make_target,
     save_state,
     write_tokenizer,
 )
@@ -222,7 +224,69 @@ def test_a_target_that_transformers_runs(tmp_path: Path) -> None:
     assert found["target", "backend"].value == "transformers"
     count = sum(tensor.numel() for tensor in load_state(tmp_path).values())
     assert f"{count:,} in float32" in found["memory", "target weights"].value
+    assert "runs through transformers" in found["target", "remark"].value
     assert not [f for f in found.values() if f.status == "problem"]
+    state = load_state(tmp_path)
+    for name, tensor, part in (
+        ("gpt_neox.final_layer_norm.weight", torch.ones(31), "[31], expected [32]"),
+        ("gpt_neox.final_layer_norm.bias", None, "missing"),
+        ("extra", torch.ones(1), "unexpected"),
+    ):
+        changed = {n: t for n, t in {**state, name: tensor}.items() if t is not None}
+        save_state(tmp_path, changed)
+        problem = look(tmp_path)["target", "weights"]
+        assert problem.status == "problem"
+        assert name in problem.value
+        assert part in problem.value
+
+
+def test_a_draft_for_a_target_that_transformers_runs(tmp_path: Path) -> None:
+    target = make_target(tmp_path / "target", "gemma2", with_tokenizer=True)
+    draft = make_eagle3(tmp_path / "draft", target)
+    assert look(target, draft)["draft", "fits the target"].value == "yes"
+    state = load_state(draft)
+    del state["midlayer.hidden_norm.weight"]
+    save_state(draft, state)
+    problem = look(target, draft)["draft", "weights"]
+    assert (problem.status, "hidden_norm" in problem.value) == ("problem", True)
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_a_rope_that_is_fixed_by_the_length_is_named(tmp_path: Path, family: str) -> None:
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    keys = {"head_dim": 8} if family == "llama" else {}
+    target = make_target(
+        tmp_path / "target",
+        family,
+        with_tokenizer=True,
+        rope_parameters={"rope_type": "longrope", "rope_theta": 1e4, **factors},
+        original_max_position_embeddings=64,
+        **keys,
+    )
+    findings = list(examine(EngineConfig(model=str(target), device="cpu", max_model_len=80)))
+    remarks = [f.value for f in findings if f.name == "remark"]
+    assert any("longrope rope fixed" in text and "max_model_len 80" in text for text in remarks)
+
+
+def test_code_and_templates_beside_a_model(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    target = Path(shutil.copytree(pair[0], tmp_path / "target"))
+    (target / "chat_template.jinja").unlink()
+    (target / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    assert look(target)["target", "chat template"].value == "none"
+    (tmp_path / "own.jinja").write_text("{{ messages[0].content }}")
+    args = ["doctor", "--model", str(target), "--device", "cpu", "--json"]
+    template = ["--chat-template", str(tmp_path / "own.jinja")]
+    found = json.loads(CliRunner().invoke(cli, [*args, *template]).stdout)["findings"]
+    assert [f["value"] for f in found if f["name"] == "chat template"] == ["present"]
+    edit_config(target, model_type="odd", architectures=["Odd"], auto_map={"AutoConfig": "odd.C"})
+    (target / "odd.py").write_text("from pathlib import Path\nPath(__file__ + '.ran').touch()\n")
+    refused = CliRunner().invoke(cli, args)
+    assert refused.exit_code == 5
+    assert "--trust-remote-code" in refused.stdout
+    assert not (target / "odd.py.ran").exists()
+    trusted = CliRunner().invoke(cli, [*args, "--trust-remote-code"])
+    assert trusted.exit_code == 5  # there is no such class, but the code was looked at
+    assert "--trust-remote-code" not in trusted.stdout
 
 
 def fake_torch(bf16: bool) -> Any:
@@ -237,11 +301,44 @@ def fake_torch(bf16: bool) -> Any:
     return SimpleNamespace(
         cuda=cuda,
         version=SimpleNamespace(cuda="12.8"),
-        _C=SimpleNamespace(_cuda_getDriverVersion=lambda: 12080),
     )
 
 
-def test_a_machine_with_gpus() -> None:
+class FakeDriver:
+    """The driver's library: one function, which writes through a pointer and returns an error."""
+
+    def __init__(self, version: int, error: int = 0) -> None:
+        self._version, self._error = version, error
+
+    def cuDriverGetVersion(self, pointer: Any) -> int:  # noqa: N802 - its name there
+        pointer._obj.value = self._version
+        return self._error
+
+
+def no_library(name: str) -> Any:
+    raise OSError(f"{name}: cannot open shared object file")
+
+
+@pytest.mark.parametrize(
+    ("open_library", "text"),
+    [
+        (lambda name: FakeDriver(13000), "for CUDA 13.0"),
+        (lambda name: FakeDriver(12080), "for CUDA 12.8"),
+        (lambda name: FakeDriver(0), "unknown"),
+        (lambda name: FakeDriver(13000, error=100), "unknown"),
+        (lambda name: SimpleNamespace(), "unknown"),
+        (no_library, "unknown"),
+    ],
+)
+def test_the_driver_is_asked_itself(
+    monkeypatch: pytest.MonkeyPatch, open_library: Any, text: str
+) -> None:
+    monkeypatch.setattr(doctor.ctypes, "CDLL", open_library)
+    assert look_up(list(doctor._machine(fake_torch(True))))["machine", "driver"].value == text
+
+
+def test_a_machine_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.ctypes, "CDLL", lambda name: FakeDriver(12080))
     found = look_up(list(doctor._machine(fake_torch(bf16=True))))
     assert found["machine", "driver"].value == "for CUDA 12.8"
     gpu = found["machine", "GPU 1"].value
