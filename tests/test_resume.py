@@ -368,6 +368,91 @@ def test_a_partial_of_damaged_settings_is_refused(invoke: Invoke, engine: Engine
     assert "out.partial.meta.json is damaged" in result.stderr
 
 
+@pytest.mark.parametrize("how", ["crlf", "spaces", "noise"])
+def test_a_partial_that_was_rewritten_is_refused_and_not_thrown_away(
+    invoke: Invoke, engine: Engine, how: str
+) -> None:
+    interrupt(invoke, engine, 25)
+    before = Path("out.partial").read_bytes()
+    lines = before.splitlines()
+    rewritten = {
+        "crlf": before.replace(b"\n", b"\r\n"),
+        "spaces": b"".join(json.dumps(json.loads(line)).encode() + b"\n" for line in lines),
+        "noise": b"\x01\n" * 11,
+    }[how]
+    Path("out.partial").write_bytes(rewritten + b"a torn line")
+    result = invoke()
+    assert result.exit_code == 2
+    num = rewritten.count(b"\n")
+    assert f"out.partial: holds {num} damaged lines among {num}: another program" in result.stderr
+    assert Path("out.partial").read_bytes() == rewritten + b"a torn line"
+    Path("out.partial").write_bytes(before)
+    assert invoke().exit_code == 0
+    assert len(engine.asked()) == 5
+
+
+def test_a_partial_under_another_name_is_told_from_an_output(
+    invoke: Invoke, engine: Engine
+) -> None:
+    interrupt(invoke, engine, 13)
+    Path("out.partial").rename("out")
+    for again in ("--resume", "--retry-errors"):
+        result = invoke(again)
+        assert result.exit_code == 2
+        assert f"call it {Path('out.partial').resolve()}\n" in result.stderr
+    Path("out").rename("out.partial")
+    assert invoke().exit_code == 0
+    assert len(engine.asked()) == 17
+
+
+@pytest.mark.parametrize("order", ["input", "completion"])
+@pytest.mark.parametrize("what", ["removed", "moved", "replaced", "only settings"])
+@pytest.mark.parametrize("crash", [False, True])
+def test_a_partial_that_goes_away_while_it_is_written_costs_no_row(
+    invoke: Invoke, engine: Engine, monkeypatch: pytest.MonkeyPatch,
+    what: str, order: str, crash: bool,
+) -> None:  # fmt: skip
+    finish, num = engine._finish, 0
+
+    def finish_and_remove(row: Any) -> Any:
+        nonlocal num
+        num += 1
+        if num == 20:
+            if what == "only settings":
+                Path("out.partial.meta.json").unlink()
+            elif what == "moved":
+                Path("out.partial").rename("elsewhere")
+            else:
+                Path("out.partial").unlink()
+            if what == "replaced":
+                Path("out.partial").write_text("of another run")
+        if num == 27 and crash:
+            raise RuntimeError("the engine broke")
+        return finish(row)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_finish", finish_and_remove)
+        result = invoke("--order", order)
+    engine.seen.clear()
+    if not crash:
+        assert result.exit_code == 0, result.stderr
+        assert sorted(row["index"] for row in rows("out")) == list(range(30))
+    elif what == "replaced":
+        assert result.exit_code == 1
+        assert f"kept in {Path('out.rescued').resolve()}" in result.stderr
+        assert len(rows("out.rescued")) == 26
+    else:
+        assert result.exit_code == 1
+        assert "26 finished rows are kept in" in result.stderr
+        assert invoke("--order", order).exit_code == 0
+        assert len(engine.asked()) == 4
+    if what == "replaced":
+        assert Path("out.partial").read_text() == "of another run"
+    elif not crash:
+        assert not Path("out.partial").exists()
+        assert not Path("out.partial.meta.json").exists()
+
+
 def test_resume_on_nothing_is_a_run(invoke: Invoke) -> None:
     assert invoke("--resume").exit_code == 0
     assert len(rows("out")) == 30

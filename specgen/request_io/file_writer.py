@@ -34,6 +34,7 @@ __all__ = ["FileWriter", "OutputComplete", "OutputOptions", "beside", "write_fil
 
 _FSYNC_SECONDS = 5.0
 _COPY_BYTES = 1 << 20
+_FEW_DAMAGED = 10
 _START_AGAIN = "give --overwrite to start again"
 
 
@@ -111,6 +112,7 @@ class FileWriter:
         self._partial = beside(target, ".partial")
         self._partial_meta = beside(target, ".partial.meta.json")
         self._sorted = beside(target, ".sorted")
+        self._replaces = False
         self._meta = beside(target, ".meta.json")
         self._notify = notify
         self._created = int(time.time())
@@ -157,6 +159,7 @@ class FileWriter:
     def _open(self) -> int:
         overwrite = self._options.overwrite
         replaces = self._target.exists() and (overwrite or self._is_replacement())
+        self._replaces = replaces
         if self._target.exists() and not replaces:
             self._reopen_finished()
         fd = os.open(self._partial, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
@@ -175,7 +178,7 @@ class FileWriter:
             if os.fstat(fd).st_size:
                 self._take_up(fd)
             else:
-                self._note_settings(replaces=replaces)
+                self._note_settings()
         except (BlockingIOError, FileNotFoundError):
             os.close(fd)
             raise UsageError(
@@ -211,8 +214,11 @@ class FileWriter:
             )
         meta = _read_json(self._meta)
         if meta is None:
+            hint = _START_AGAIN
+            if self._partial_meta.exists() and not self._partial.exists():
+                hint = f"if it is the partial output under another name, call it {self._partial}"
             raise UsageError(
-                f"{self.path}: {_state(self._meta)}, so its settings are unknown", _START_AGAIN
+                f"{self.path}: {_state(self._meta)}, so its settings are unknown", hint
             )
         self._compare(meta, str(self.path))
         rows = RowIndex(options.shard)
@@ -262,12 +268,19 @@ class FileWriter:
         self._compare(meta, str(self._partial))
         self._created = int(meta.get("created", self._created))
         found = scan(fd, self._rows, whole=True)
+        if found.num_damaged:
+            num_damaged = counted(found.num_damaged, "damaged line")
+            if found.num_damaged > max(found.num_lines // 2, _FEW_DAMAGED):
+                raise UsageError(
+                    f"{self._partial}: holds {num_damaged} among {found.num_lines:,}: "
+                    "another program has rewritten it",
+                    f"put the file back as it was, or {_START_AGAIN}",
+                )
+            self._notify(f"{self._partial}: {num_damaged} left out")
         torn = os.fstat(fd).st_size - found.size
         if torn:
             os.ftruncate(fd, found.size)
             self._notify(f"cut {torn:,} bytes of a torn line from {self._partial}")
-        if found.num_damaged:
-            self._notify(f"{self._partial}: {counted(found.num_damaged, 'damaged line')} left out")
         now = check_input(self._rows, fd, self._options.digests, str(self._partial))
         if now is not None:
             self._input_checked = True
@@ -291,10 +304,10 @@ class FileWriter:
                 "give the former settings, choose another -o, or give --overwrite",
             )
 
-    def _note_settings(self, *, replaces: bool = False) -> None:
+    def _note_settings(self) -> None:
         meta = {
             "created": self._created,
-            "replaces": replaces,
+            "replaces": self._replaces,
             "fingerprint": self._fingerprint,
         }
         _write_json(self._partial_meta, meta)
@@ -400,17 +413,17 @@ class FileWriter:
         missing = list(self._rows.missing(expected))
         assert not missing, f"rows without an output line: {missing[:10]}"
         self._end_sync()
-        result = self._partial
+        result, in_place = self._partial, self._is_in_place()
         try:
             if self._sync_error is not None:
                 raise self._sync_error
             os.fsync(self._fd)
-            all_live = self._num_lines == expected
+            will_do = in_place and self._num_lines == expected
             if self._options.order == "completion":
-                if not all_live:
+                if not will_do:
                     self._write_copy(sorted(self._rows.offsets()))
                     result = self._sorted
-            elif not (all_live and self._in_order):
+            elif not (will_do and self._in_order):
                 self._write_copy(self._rows.offsets())
                 result = self._sorted
             _write_json(
@@ -418,16 +431,25 @@ class FileWriter:
                 {**meta, "created": self._created, "fingerprint": self._fingerprint},
             )
             os.rename(result, self._target)
-            if result != self._partial:
-                os.unlink(self._partial)
-            os.unlink(self._partial_meta)
-            _sync_directory(self._target.parent)
         except OSError as error:
             with contextlib.suppress(OSError):
                 self._sorted.unlink(missing_ok=True)
             raise write_failed(self.path, "cannot be completed", error) from error
-        finally:
-            self._close()
+        # The output is complete. What cannot be cleared away now does no harm.
+        with contextlib.suppress(OSError):
+            if in_place and result != self._partial:
+                os.unlink(self._partial)
+            if not self._partial.exists():  # or it is that of another run
+                os.unlink(self._partial_meta)
+        _sync_directory(self._target.parent)
+        self._close()
+
+    def _is_in_place(self) -> bool:
+        """Whether `OUT.partial` still is the file that is written, and no other one or none."""
+        try:
+            return os.path.samestat(os.fstat(self._fd), os.stat(self._partial))
+        except OSError:
+            return False
 
     def _write_copy(self, offsets: Iterable[int]) -> None:
         """Copy the lines at `offsets`, in that order, to `OUT.sorted`."""
@@ -440,7 +462,12 @@ class FileWriter:
             )
         if self._size >= 1 << 30:
             self._notify(f"putting {self._size:,} bytes in input order ({free:,} bytes are free)")
-        with open(self._sorted, "wb", buffering=_COPY_BYTES) as out:
+        with open(self._sorted, "ab", buffering=_COPY_BYTES) as out:
+            try:
+                _lock(out.fileno())
+            except BlockingIOError:  # OUT.partial was removed under a run, and another one begun
+                raise OutputError(f"{self.path}: another run is completing it") from None
+            out.truncate(0)
             write, line = out.write, self._reader.line
             for offset in offsets:
                 write(line(offset))
@@ -449,19 +476,44 @@ class FileWriter:
 
     def abort(self) -> str | None:
         """Keep `OUT.partial`, unless it holds nothing."""
-        if self._fd < 0:  # completing it failed
-            return str(self._partial) if self._partial.exists() else None
+        if self._fd < 0:  # it is complete
+            return None
         self._end_sync()
         kept: str | None = str(self._partial)
         with contextlib.suppress(OSError):
             if self._size:
                 os.fsync(self._fd)
+                if not self._is_in_place():
+                    kept = self._put_back()
+                elif not self._partial_meta.exists():
+                    self._note_settings()
             else:
-                os.unlink(self._partial)
-                os.unlink(self._partial_meta)
                 kept = None
+                if self._is_in_place():
+                    os.unlink(self._partial)
+                    os.unlink(self._partial_meta)
         self._close()
         return kept
+
+    def _put_back(self) -> str | None:
+        """Copy the rows out of a file that has lost its name; returns where they are now."""
+        kept = self._partial
+        if kept.exists():  # that of another run
+            kept = beside(self._target, ".rescued")
+        try:
+            with open(kept, "xb") as out:
+                at = 0
+                while chunk := os.pread(self._fd, _COPY_BYTES, at):
+                    out.write(chunk)
+                    at += len(chunk)
+                os.fsync(out.fileno())
+            if kept == self._partial:
+                self._note_settings()
+        except OSError as error:
+            self._notify(f"{kept}: cannot be written: {error.strerror}")
+            return None
+        self._notify(f"{self._partial} was removed or replaced while it was written")
+        return str(kept)
 
     def _close(self) -> None:
         if self._fd >= 0:
