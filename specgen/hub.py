@@ -6,6 +6,7 @@ safetensors where a repository has them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -28,13 +29,20 @@ def is_hub_id(name: str) -> bool:
     return not name.startswith((".", "/", "~")) and name.count("/") == 1
 
 
-def locate(name: str, revision: str | None = None, *, with_code: bool = False) -> str:
+def locate(
+    name: str,
+    revision: str | None = None,
+    *,
+    with_code: bool = False,
+    with_weights: bool = True,
+) -> str:
     """Local directory of a checkpoint given by path or hub id; fetched where it is not cached.
 
     Args:
         name: a directory, or ``owner/name``.
         revision: branch, tag or commit of a hub id.
         with_code: fetch the Python files too, for those who trust them.
+        with_weights: fetch the weights too, and insist on them.
 
     Raises:
         ModelError: it is neither a directory nor something the hub (or its cache) has.
@@ -46,9 +54,13 @@ def locate(name: str, revision: str | None = None, *, with_code: bool = False) -
             f"{name}: no such model directory", "give a directory with config.json, or a hub id"
         )
     texts = [*_TEXTS, *_CODE] if with_code else _TEXTS
+    if not with_weights:
+        return _snapshot(name, revision, texts, is_enough=_has_texts)
     directory = _snapshot(name, revision, [*texts, *_SAFETENSORS])
     if not any(Path(directory).glob(_SAFETENSORS[0])):
         directory = _snapshot(name, revision, [*texts, *_PICKLES])
+    if not _has_weights(Path(directory)):
+        raise _without_weights(name, revision)
     return directory
 
 
@@ -107,10 +119,7 @@ def _fetch_headers(name: str, into: Path, revision: str | None) -> None:
         if files:
             break
     else:
-        raise ModelError(
-            f"{name}: no weight file on the hub",
-            f"looked for {_SAFETENSORS[0]} and {_PICKLES[0]}",
-        )
+        raise _without_weights(name, revision)
     for file in files:
         url = hf_hub_url(name, file, revision=info.sha or revision)
 
@@ -124,8 +133,24 @@ def _fetch_headers(name: str, into: Path, revision: str | None) -> None:
         copy_headers(into / file, sizes[file], fetch)
 
 
+def _has_weights(directory: Path) -> bool:
+    patterns = (*_SAFETENSORS, *_PICKLES)
+    return (directory / "config.json").is_file() and any(
+        next(directory.glob(pattern), None) for pattern in patterns
+    )
+
+
+def _has_texts(directory: Path) -> bool:
+    return next(directory.glob("*.json"), None) is not None
+
+
 def _snapshot(
-    name: str, revision: str | None, patterns: list[str], *, cached_only: bool = False
+    name: str,
+    revision: str | None,
+    patterns: list[str],
+    *,
+    cached_only: bool = False,
+    is_enough: Callable[[Path], bool] = _has_weights,
 ) -> str:
     from huggingface_hub import snapshot_download
 
@@ -140,16 +165,23 @@ def _snapshot(
     except Exception as error:  # the client's errors have no base of their own
         # A snapshot may lack what nobody needs. What is needed, loading finds missing by name.
         partial = getattr(error, "snapshot_path", None)
-        if partial is None or not _has_weights(Path(partial)):
+        if partial is None or not is_enough(Path(partial)):
             raise _explain(name, revision, error) from error
         path = partial
     return str(path)
 
 
-def _has_weights(directory: Path) -> bool:
-    patterns = (*_SAFETENSORS, *_PICKLES)
-    return (directory / "config.json").is_file() and any(
-        next(directory.glob(pattern), None) for pattern in patterns
+def _without_weights(name: str, revision: str | None) -> ModelError:
+    """What is to be said of a repository of which there are texts, and no more."""
+    from huggingface_hub import constants, errors
+
+    if constants.HF_HUB_OFFLINE:
+        return _explain(name, revision, errors.OfflineModeIsEnabled())
+    return ModelError(
+        f"{name}: no config.json with a weight file, neither on the hub nor in its cache "
+        f"({constants.HF_HUB_CACHE})",
+        f"looked for {_SAFETENSORS[0]} and {_PICKLES[0]}; if the hub cannot be reached, fetch it "
+        f"where it can: hf download {name}",
     )
 
 

@@ -21,8 +21,12 @@ _DEFAULT_SEQS = {"cpu": 16, "cuda": 256}
 _DEFAULT_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
 
 
-def resolve(config: EngineConfig) -> ResolvedConfig:
+def resolve(config: EngineConfig, *, with_weights: bool = True) -> ResolvedConfig:
     """Make every choice that ``config`` left open.
+
+    Args:
+        config: what was asked for.
+        with_weights: fetch the weights of what comes from the hub, and insist on them.
 
     Raises:
         ModelError: a model, draft or tokenizer cannot be found or understood.
@@ -31,8 +35,11 @@ def resolve(config: EngineConfig) -> ResolvedConfig:
     """
     _check_revisions(config)
     device = _device(config)
-    model_dir = str(BUILTIN_TARGET) if config.model is None else _locate(config.model, config)
-    draft_dir = _draft_dir(config)
+    with_weights = with_weights and config.load_format != "dummy"
+    model_dir = str(BUILTIN_TARGET)
+    if config.model is not None:
+        model_dir = _locate(config.model, config, config.revision, with_weights)
+    draft_dir = _draft_dir(config, with_weights)
     model = read_model_config(model_dir, trust_remote_code=config.trust_remote_code)
     max_model_len = config.max_model_len or model.max_position_embeddings
     if max_model_len > model.longest_context:
@@ -53,7 +60,7 @@ def resolve(config: EngineConfig) -> ResolvedConfig:
     return ResolvedConfig(
         model_dir=model_dir,
         draft_dir=draft_dir if k else None,
-        tokenizer_dir=_locate(config.tokenizer, config) if config.tokenizer else model_dir,
+        tokenizer_dir=_tokenizer_dir(config, model_dir),
         skip_tokenizer_init=config.skip_tokenizer_init,
         device=device,
         dtype=_dtype(config.dtype, device, model.dtype),
@@ -145,8 +152,18 @@ def ignored_generation_keys(model_dir: str | Path) -> dict[str, Any]:
     }
 
 
-def _locate(name: str, config: EngineConfig) -> str:
-    return locate(name, config.revision, with_code=config.trust_remote_code)
+def _locate(name: str, config: EngineConfig, revision: str | None, with_weights: bool) -> str:
+    with_code = config.trust_remote_code
+    return locate(name, revision, with_code=with_code, with_weights=with_weights)
+
+
+def _tokenizer_dir(config: EngineConfig, model_dir: str) -> str:
+    """A tokenizer of another repository than the model's is not of the model's revision."""
+    if config.tokenizer is None:
+        return model_dir
+    alone = config.tokenizer == config.model or not is_hub_id(config.model or "")
+    revision = config.revision if alone else None
+    return _locate(config.tokenizer, config, revision, with_weights=False)
 
 
 def _check_revisions(config: EngineConfig) -> None:
@@ -162,13 +179,13 @@ def _check_revisions(config: EngineConfig) -> None:
             )
 
 
-def _draft_dir(config: EngineConfig) -> str | None:
+def _draft_dir(config: EngineConfig, with_weights: bool) -> str | None:
     if config.no_draft:
         if config.draft_model is not None:
             raise UsageError("--no-draft and --draft-model contradict each other")
         return None
     if config.draft_model is not None:
-        return locate(config.draft_model, config.draft_revision)
+        return locate(config.draft_model, config.draft_revision, with_weights=with_weights)
     # A given target has no built-in draft; the built-in one comes with its own.
     return str(BUILTIN_DRAFT) if config.model is None else None
 

@@ -56,7 +56,7 @@ def load_checks(config: EngineConfig) -> Callable[[PromptRow], int]:
     from specgen.pipeline.tokenization import Tokenizer
     from specgen.resolve import resolve
 
-    resolved = resolve(config)
+    resolved = resolve(config, with_weights=False)
     tokenizer = Tokenizer(
         resolved.tokenizer_dir,
         chat_template=resolved.chat_template,

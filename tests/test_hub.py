@@ -32,6 +32,8 @@ for call in json.loads(sys.argv[1]):
             path = locate(*call[1:])
         elif call[0] == "with code":
             path = locate(call[1], with_code=True)
+        elif call[0] == "texts":
+            path = locate(call[1], with_weights=False)
         else:
             specgen.sparse_copy._FIRST_BYTES = int(call[2])
             path = fetch_headers(call[1], Path(tempfile.mkdtemp(dir=sys.argv[2])))
@@ -52,6 +54,9 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeHub]:
     make_eagle1(root / "org" / "pickled", model, as_bin=True)
     gated = make_eagle3(root / "org" / "gated", model)
     (gated / ".gated").touch()
+    (root / "org" / "texts").mkdir()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (root / "org" / "texts" / name).write_bytes((model / name).read_bytes())
     (model / "pytorch_model.bin").write_bytes(b"the same weights again")
     (model / "consolidated.safetensors").write_bytes(b"and again")
     with serve_hub(root) as hub:
@@ -156,6 +161,74 @@ def test_a_cache_that_lacks_what_nobody_needs_is_enough(hub: FakeHub, tmp_path: 
     assert again == path
     with pytest.raises(ModelError, match=f"{shard.name}: missing"):
         Checkpoint.open(path)
+
+
+@pytest.mark.parametrize("repository", ["org/bare", "org/texts", "org/pickled"])
+def test_texts_in_the_cache_are_no_model(hub: FakeHub, tmp_path: Path, repository: str) -> None:
+    """Whoever looked at a tokenizer or a configuration once has its texts in the cache."""
+    ((texts, files),) = ask(hub, tmp_path, [["texts", repository]])
+    assert texts is not None
+    assert not any(name.endswith((".safetensors", ".bin")) for name in files)
+    calls = [["texts", repository], ["locate", repository], ["headers", repository, "1000"]]
+    again, *absent = ask(hub, tmp_path, calls, HF_HUB_OFFLINE="1")
+    assert again == (texts, files)
+    for path, text in absent:
+        assert path is None
+        assert f"{repository}: no such model directory, not complete in the hub's cache" in text
+        assert f"hf download {repository}" in text
+    (dead,) = ask(hub, tmp_path, [["locate", repository]], HF_ENDPOINT="http://127.0.0.1:9")
+    assert dead[0] is None
+    assert f"{repository}: no" in dead[1]
+    if repository == "org/texts":
+        ((path, text),) = ask(hub, tmp_path, [["locate", repository]])
+        assert path is None
+        assert "org/texts: no config.json with a weight file" in text
+        assert "pytorch_model*.bin" in text
+
+
+def specgen_command(hub: FakeHub, home: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "specgen", *args],
+        env=environment(hub, home),
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=home,
+    )
+
+
+def test_what_needs_no_weights_fetches_none(hub: FakeHub, tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"prompt": "hi", "max_tokens": 2}\n')
+    (tmp_path / "own").mkdir()
+    head = make_llama(tmp_path / "own" / "model")
+    texts = ["org/model", "org/head"]
+    run = ["run", "in.jsonl", "--device", "cpu", "--max-model-len", "32"]
+    for args in (
+        ["validate", "in.jsonl", "--model", "org/model"],
+        [*run, "--model", *texts[:1], "--draft-model", texts[1], "--load-format", "dummy"],
+        [*run, "--model", str(head), "--tokenizer", "org/model"],
+    ):
+        hub.fetched.clear()
+        done = specgen_command(hub, tmp_path, *args)
+        assert done.returncode == 0, done.stderr
+        weights = [name for name in hub.fetched if name.endswith((".safetensors", ".bin"))]
+        assert not weights, args
+
+
+def test_a_revision_is_the_models_before_the_tokenizers(hub: FakeHub, tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"prompt": "hi"}\n')
+    args = ["validate", "in.jsonl", "--revision", "v9"]
+    refused = specgen_command(hub, tmp_path, *args, "--model", "org/model")
+    assert "org/model: has no revision 'v9'" in refused.stderr
+    built_in = specgen_command(hub, tmp_path, *args, "--tokenizer", "org/model")
+    assert "org/model: has no revision 'v9'" in built_in.stderr
+    (hub.root / "org" / "texts" / ".only-main").touch()
+    alone = ["--tokenizer", "org/texts", "--revision", COMMIT]
+    refused = specgen_command(hub, tmp_path, "validate", "in.jsonl", *alone)
+    assert "org/texts: has no revision" in refused.stderr
+    pair = ["--model", "org/model", "--tokenizer", "org/texts", "--revision", COMMIT]
+    done = specgen_command(hub, tmp_path, "validate", "in.jsonl", *pair)
+    assert done.returncode == 0, done.stderr
 
 
 def test_doctor_reads_headers_alone(hub: FakeHub, tmp_path: Path) -> None:
