@@ -1,8 +1,8 @@
 """A server that answers huggingface_hub as the hub does, over directories on disk.
 
-Repositories are the directories ``root/owner/name`` at the one revision ``main``, which is also
-:data:`COMMIT`, but of a repository with a file named ``.only-main``. One with a file named
-``.gated`` lists its files and hands out none.
+Repositories are the directories ``root/owner/name`` at one commit, the branch ``main`` and the tag
+``v1``, which one with a file named ``.untagged`` lacks. One with a file named ``.gated`` lists its
+files and hands out none.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ class _Handler(BaseHTTPRequestHandler):
         directory = self.hub.root / repo
         if not directory.is_dir():
             return self._error(404, "RepoNotFound")
-        only_main = what == "revision" and (directory / ".only-main").exists()
-        if revision not in (("main",) if only_main else ("main", COMMIT)):
+        tags = () if (directory / ".untagged").exists() else ("v1",)
+        if revision not in ("main", COMMIT, *tags):
             return self._error(404, "RevisionNotFound")
-        files = [f for f in sorted(directory.iterdir()) if f.name not in (".gated", ".only-main")]
+        files = [f for f in sorted(directory.iterdir()) if f.name not in (".gated", ".untagged")]
         if what == "tree":
             listing = [
                 {"type": "file", "path": f.name, "size": f.stat().st_size, "oid": "0" * 40}

@@ -222,11 +222,11 @@ def test_a_revision_is_the_models_before_the_tokenizers(hub: FakeHub, tmp_path: 
     assert "org/model: has no revision 'v9'" in refused.stderr
     built_in = specgen_command(hub, tmp_path, *args, "--tokenizer", "org/model")
     assert "org/model: has no revision 'v9'" in built_in.stderr
-    (hub.root / "org" / "texts" / ".only-main").touch()
-    alone = ["--tokenizer", "org/texts", "--revision", COMMIT]
+    (hub.root / "org" / "texts" / ".untagged").touch()
+    alone = ["--tokenizer", "org/texts", "--revision", "v1"]
     refused = specgen_command(hub, tmp_path, "validate", "in.jsonl", *alone)
     assert "org/texts: has no revision" in refused.stderr
-    pair = ["--model", "org/model", "--tokenizer", "org/texts", "--revision", COMMIT]
+    pair = ["--model", "org/model", "--tokenizer", "org/texts", "--revision", "v1"]
     done = specgen_command(hub, tmp_path, "validate", "in.jsonl", *pair)
     assert done.returncode == 0, done.stderr
 
