@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from specgen.config import EngineConfig, ResolvedConfig
 from specgen.doctor_finding import Finding
 from specgen.errors import SpecgenError
+from specgen.wording import counted
 
 if TYPE_CHECKING:
     from specgen.models.config import DraftConfig, ModelConfig
@@ -136,21 +137,32 @@ def _facts(section: str, config: Any) -> Iterator[Finding]:
         value = getattr(config, field.name)
         if value in (None, (), [], {}, "", frozenset()) or field.name == "notes":
             continue
-        if is_dataclass(value):
-            value = _listed(value)
-        elif isinstance(value, tuple | list):
-            value = ", ".join(map(str, value))
-        yield Finding(section, field.name, str(value))
+        yield Finding(section, field.name, _worded(field.name, value))
 
 
-def _listed(config: Any) -> str:
-    """A nested config: its first two fields, which say what it is, and what is not as usual."""
-    pairs = [(field, getattr(config, field.name)) for field in fields(config)]
-    return ", ".join(
-        f"{field.name}={value}"
-        for i, (field, value) in enumerate(pairs)
-        if i < 2 or value != field.default
-    )
+def _worded(name: str, value: Any) -> str:
+    """The value of a field, for people: what is long is counted, rules of a family are left out."""
+    if name == "experts":
+        scaled = ", probabilities scaled to sum to 1" if value.normed else ""
+        return (
+            f"{value.num_experts} of inner size {value.intermediate_size}, {value.num_chosen} a "
+            f"token{scaled}, in {counted(len(value.layers), 'layer')}"
+        )
+    if name == "layer_windows":
+        windowed = [window for window in value if window]
+        sizes = ", ".join(str(size) for size in sorted(set(windowed)))
+        return f"{sizes} in {len(windowed)} of {counted(len(value), 'layer')}"
+    if is_dataclass(value):
+        # Its first two fields say what it is, and the rest what is not as usual.
+        pairs = [(field, getattr(value, field.name)) for field in fields(value)]
+        return ", ".join(
+            f"{field.name}={len(own) if isinstance(own, tuple) else own}"
+            for i, (field, own) in enumerate(pairs)
+            if i < 2 or own != field.default
+        )
+    if isinstance(value, tuple | list):
+        return ", ".join(map(str, value))
+    return str(value)
 
 
 def _tokenizer(config: ResolvedConfig) -> Iterator[Finding]:
@@ -269,7 +281,7 @@ def _memory(
         if rows:
             yield Finding("memory", f"rows of {length} tokens", text)
             continue
-        where = "this GPU" if device.type == "cuda" else "the cache of a CPU run"
+        where = "on this GPU" if device.type == "cuda" else "in the cache of a CPU run"
         hint = "lower --max-model-len, use a smaller dtype, or another machine"
         yield Finding("memory", f"rows of {length} tokens", f"{text} {where}", "problem", hint)
     too_long = sorted(n for n in lengths or () if n > limit)

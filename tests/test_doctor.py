@@ -251,6 +251,48 @@ def test_a_draft_for_a_target_that_transformers_runs(tmp_path: Path) -> None:
     assert (problem.status, "hidden_norm" in problem.value) == ("problem", True)
 
 
+@pytest.mark.parametrize(
+    ("family", "keys", "name", "text"),
+    [
+        ("mistral", {"sliding_window": 9}, "layer_windows", "9 in 7 of 7 layers"),
+        (
+            "qwen2",
+            {"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 3},
+            "layer_windows",
+            "9 in 4 of 7 layers",
+        ),
+        (
+            "qwen3_moe",
+            {"norm_topk_prob": True, "mlp_only_layers": [2]},
+            "experts",
+            "8 of inner size 24, 3 a token, probabilities scaled to sum to 1, in 6 layers",
+        ),
+        (
+            "llama",
+            {
+                "rope_parameters": {
+                    "rope_type": "longrope",
+                    "rope_theta": 1e4,
+                    "factor": 4.0,
+                    "short_factor": [1.0] * 8,
+                    "long_factor": [2.0] * 8,
+                }
+            },
+            "rope",
+            "short_factors=8, long_factors=8",
+        ),
+    ],
+)
+def test_long_facts_are_counted(
+    tmp_path: Path, family: str, keys: dict[str, Any], name: str, text: str
+) -> None:
+    target = make_target(tmp_path / "target", family, with_tokenizer=True, **keys)
+    found = look(target)
+    assert text in found["target", name].value
+    for (section, _), finding in found.items():
+        assert section != "target" or not {"(", "{", "["} & set(finding.value), finding
+
+
 @pytest.mark.parametrize("family", ["llama", "phi3"])
 def test_a_rope_that_is_fixed_by_the_length_is_named(tmp_path: Path, family: str) -> None:
     factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
