@@ -69,6 +69,20 @@ QWEN3_8B = _qwen3(4096, 12288, 36, 32)
 QWEN3_14B = _qwen3(5120, 17408, 40, 40)
 QWEN3_32B = _qwen3(5120, 25600, 64, 64)
 
+
+def _qwen3_moe(inner: int, hidden: int, layers: int, heads: int, **more: Any) -> dict[str, Any]:
+    experts = {"num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True}
+    experts |= {"decoder_sparse_step": 1, "mlp_only_layers": [], "moe_intermediate_size": inner}
+    dense = _qwen3(hidden, 3 * hidden, layers, heads, **experts)
+    names = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+    return dense | names | {"num_key_value_heads": 4} | more
+
+
+QWEN3_30B_A3B = _qwen3_moe(768, 2048, 48, 32)
+QWEN3_235B_A22B_2507 = _qwen3_moe(
+    1536, 4096, 94, 64, max_position_embeddings=262144, rope_theta=5e6, torch_dtype="bfloat16"
+)
+
 _LAYER_KEYS = (
     "vocab_size",
     "hidden_size",
@@ -236,6 +250,12 @@ HEADS: dict[str, PublishedHead] = {
     "AngelSlim/Qwen3-4B_eagle3": PublishedHead(
         QWEN3_4B, _angelslim(QWEN3_4B), _EAGLE3, aux=(2, 18, 33), theta=1e6
     ),
+    "AngelSlim/Qwen3-8B_eagle3": PublishedHead(
+        QWEN3_8B, _angelslim(QWEN3_8B), _EAGLE3, aux=(2, 18, 33), theta=1e6
+    ),
+    "AngelSlim/Qwen3-14B_eagle3": PublishedHead(
+        QWEN3_14B, _angelslim(QWEN3_14B), _EAGLE3, aux=(2, 20, 37), theta=1e6
+    ),
     "AngelSlim/Qwen3-32B_eagle3": PublishedHead(
         QWEN3_32B, _angelslim(QWEN3_32B), _EAGLE3, aux=(2, 32, 61), theta=1e6
     ),
@@ -251,6 +271,58 @@ HEADS: dict[str, PublishedHead] = {
         (*_EAGLE3, "embed_tokens"),
         aux=(2, 18, 34),
         theta=1e6,
+    ),
+}
+HEADS |= {
+    # SpecForge's own configuration of EAGLE-3.1.
+    "qwen3-30B-A3B-eagle3.1": PublishedHead(
+        QWEN3_30B_A3B,
+        _angelslim(QWEN3_30B_A3B)
+        | {
+            "fc_norm": True,
+            "intermediate_size": 12288,
+            "max_position_embeddings": 2048,
+            "norm_output": True,
+            "num_attention_heads": 32,
+        },
+        (*_EAGLE3, "fc_norm.0", "fc_norm.1", "fc_norm.2"),
+        aux=(2, 24, 45),
+        theta=1e6,
+        facts={"norm_output": True, "fc_norms": ("fc_norm.0", "fc_norm.1", "fc_norm.2")},
+    ),
+    # As speculators 0.8 writes them: four layers, a norm before fc, normed feedback, a window.
+    "a head of speculators 0.8": PublishedHead(
+        QWEN3_235B_A22B_2507,
+        _speculators(
+            QWEN3_235B_A22B_2507,
+            {
+                "attention_bias": False,
+                "head_dim": 128,
+                "intermediate_size": 12288,
+                "layer_types": ["sliding_attention"],
+                "max_position_embeddings": 262144,
+                "mlp_bias": False,
+                "rope_scaling": None,
+                "rope_theta": 5000000,
+                "sliding_window": 2048,
+                "use_sliding_window": True,
+            },
+            architectures=["Eagle3DraftModel"],
+            auto_map={"": "config.Eagle3SpeculatorConfig"},
+            eagle_aux_hidden_state_layer_ids=[2, 46, 91, 93],
+            embed_requires_grad=False,
+            fc_norm=False,
+            norm_before_fc=True,
+            norm_before_residual=True,
+            norm_output=True,
+            speculators_version="0.8.0.dev0",
+            tie_word_embeddings=False,
+        ),
+        (*_EAGLE3, "embed_tokens", "input_norm"),
+        aux=(2, 46, 91, 93),
+        theta=5e6,
+        prefix="layers.0",
+        facts={"fc_norms": ("input_norm",), "norm_output": True, "sliding_window": 2048},
     ),
 }
 for _name, _size, _aux in (
