@@ -1,14 +1,19 @@
 """Decode steps as CUDA graphs: one for every (batch bucket, step variant), captured on first use.
 
 A decode step has no input but the slot ids: everything else is a persistent device row. So a graph
-needs one static buffer, and a batch is padded to its bucket with slot -1, which is inert.
+needs one static buffer, and a batch is padded to its bucket with slot -1, which is inert. In most
+steps the rows are those of the step before: then there is nothing to upload.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+
+from specgen.pipeline.uploads import pinned
 
 DecodeStep = Callable[[torch.Tensor], torch.Tensor]
 
@@ -27,6 +32,16 @@ def batch_buckets(max_num_seqs: int) -> tuple[int, ...]:
     return (*(size for size in sizes if size < max_num_seqs), max_num_seqs)
 
 
+@dataclass
+class _Captured:
+    """A graph with its two static tensors: the slots it reads and the record it writes."""
+
+    graph: torch.cuda.CUDAGraph
+    slots: torch.Tensor
+    record: torch.Tensor
+    held: list[int] = field(default_factory=list)  # what ``slots`` holds, before padding
+
+
 class DecodeGraphs:
     """Captures and replays decode steps on the current CUDA device.
 
@@ -39,48 +54,51 @@ class DecodeGraphs:
         self._device = device
         self._buckets = batch_buckets(max_num_seqs)
         self._pool = torch.cuda.graph_pool_handle()
-        self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]] = {}
+        self._graphs: dict[Hashable, _Captured] = {}
 
     def bucket(self, num_rows: int) -> int:
         """The smallest captured batch size that holds ``num_rows``."""
         return next(size for size in self._buckets if size >= num_rows)
 
     def clear(self) -> None:
-        """Forget all graphs, after a persistent tensor was replaced."""
+        """Forget all graphs, after a persistent tensor was replaced; waits for those that run."""
+        if self._graphs:
+            torch.cuda.synchronize(self._device)
         self._graphs.clear()
 
-    def run(self, slot_ids: torch.Tensor, variant: Hashable, step: DecodeStep) -> torch.Tensor:
-        """Replay the step for ``slot_ids`` (int32 [B], host); capture it if it is new.
+    def run(self, slots: Sequence[int], variant: Hashable, step: DecodeStep) -> torch.Tensor:
+        """Replay the step for the rows of ``slots``; capture it if it is new.
 
         Args:
+            slots: One a row of the batch.
             variant: What else the captured work depends on (draft length, filters).
-            step: The step, as a function of the slot ids on the device.
+            step: The step, as a function of the slot ids on the device (int32 [B], -1 inert).
 
         Returns:
             The step's record; overwritten by the next replay of the same graph.
         """
-        size = self.bucket(slot_ids.numel())
-        padded = torch.full((size,), -1, dtype=torch.int32)
-        padded[: slot_ids.numel()] = slot_ids
+        size = self.bucket(len(slots))
         key = (size, variant)
-        if key not in self._graphs:
-            self._graphs[key] = self._capture(size, step)
-        graph, graph_slots, record = self._graphs[key]
-        graph_slots.copy_(padded.pin_memory(), non_blocking=True)
-        graph.replay()
-        return record
+        captured = self._graphs.get(key)
+        if captured is None:
+            captured = self._graphs[key] = self._capture(size, step)
+        if captured.held != slots:
+            captured.held = list(slots)
+            padded = np.full(size, -1, dtype=np.int32)
+            padded[: len(slots)] = slots
+            captured.slots.copy_(pinned(padded, self._device), non_blocking=True)
+        captured.graph.replay()
+        return captured.record
 
-    def _capture(
-        self, size: int, step: DecodeStep
-    ) -> tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]:
+    def _capture(self, size: int, step: DecodeStep) -> _Captured:
         # All rows inert: the warm-up compiles kernels and touches no request.
-        graph_slots = torch.full((size,), -1, dtype=torch.int32, device=self._device)
+        slots = torch.full((size,), -1, dtype=torch.int32, device=self._device)
         stream = torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
-            step(graph_slots)
+            step(slots)
         torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            record = step(graph_slots)
-        return graph, graph_slots, record
+            record = step(slots)
+        return _Captured(graph, slots, record)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,9 +14,9 @@ from specgen.errors import RequestError
 from specgen.kernels.batch_types import FINISH_ERROR, FINISH_STOP, RUNNING
 from specgen.pipeline.block_manager import prefix_keys
 from specgen.pipeline.detokenizer import StopStringWatcher, detokenize
+from specgen.pipeline.in_flight import ReadStep
 from specgen.pipeline.input_batch import build_prefill_batch
 from specgen.pipeline.loading import build_pipeline
-from specgen.pipeline.model_runner import RowRecord, read_records
 from specgen.pipeline.prompt_checks import prompt_ids
 from specgen.pipeline.request import (
     ChoiceOutput,
@@ -26,6 +26,7 @@ from specgen.pipeline.request import (
     row_seed,
 )
 from specgen.pipeline.scheduler import ScheduledStep
+from specgen.pipeline.step_record import RowRecord
 from specgen.resolve import resolve
 from specgen.stats import SpeculationStats
 
@@ -49,6 +50,7 @@ class Engine:
         self._runner = self._pipeline.runner
         self._state = self._pipeline.state
         self._scheduler = self._pipeline.scheduler
+        self._in_flight = self._pipeline.in_flight
         self._groups: dict[int, list[Request]] = {}  # by id of the first sample
         self._watchers: dict[int, StopStringWatcher] = {}  # by id of the request
         self._finished: deque[RequestOutput] = deque()  # not handed out yet
@@ -75,7 +77,7 @@ class Engine:
 
     @property
     def num_steps(self) -> int:
-        """Steps run so far, prefill and decode."""
+        """Steps launched so far, prefill and decode."""
         return self._num_steps
 
     @property
@@ -89,8 +91,8 @@ class Engine:
         return len(self._scheduler.waiting)
 
     def has_unfinished(self) -> bool:
-        """Whether :meth:`step` has anything to do."""
-        return self._scheduler.has_unfinished
+        """Whether :meth:`step` has anything to do or to hand out."""
+        return self._scheduler.has_unfinished or bool(self._finished)
 
     def add_request(self, row: PromptRow) -> None:
         """Tokenise a row and queue its samples.
@@ -108,7 +110,7 @@ class Engine:
         self._scheduler.add(requests)
 
     def step(self) -> list[RequestOutput]:
-        """Schedule, run and account for one step; return the rows that it finished."""
+        """Launch a step and account for the one whose record is due; return finished rows."""
         self._advance()
         return self.take_finished()
 
@@ -157,15 +159,22 @@ class Engine:
 
     def preempt_all(self) -> None:
         """Send every admitted row back to the queue; they resume by recomputation."""
+        while self._in_flight:
+            self._read_record()
         self._state.deactivate(self._scheduler.preempt_all())
 
     # -- a step, piece by piece ---------------------------------------------------------------
 
     def _advance(self) -> None:
-        """Run one step; what it finishes goes to ``_finished``."""
+        """Launch a step, then read the record that is due; what it ends goes to ``_finished``."""
         scheduled = self._scheduler.schedule()
-        if scheduled is None:
-            return
+        if scheduled is not None and not self._launch(scheduled):
+            self._make_room(scheduled)
+        elif scheduled is None or self._in_flight.is_full:
+            self._read_record()
+
+    def _launch(self, scheduled: ScheduledStep) -> bool:
+        """Put a step on the device behind those under way; False if memory ran out."""
         self._num_steps += 1
         try:
             self._apply_edits(scheduled)
@@ -174,11 +183,9 @@ class Engine:
             elif scheduled.decode:
                 self._decode(scheduled)
         except torch.OutOfMemoryError:
-            pass  # and let go of the tensors that the error's frames hold
-        else:
-            self._scheduler.limits.step_succeeded()
-            return
-        self._make_room(scheduled)
+            return False  # and let go of the tensors that the error's frames hold
+        self._scheduler.limits.step_succeeded()
+        return True
 
     def _make_room(self, scheduled: ScheduledStep) -> None:
         """Undo a step that ran out of memory: its rows wait again, and fewer will run at a time.
@@ -188,12 +195,14 @@ class Engine:
         """
         self._num_memory_faults += 1
         self._pipeline.release_memory()
-        self.preempt_all()
+        self.preempt_all()  # after the records of the steps before it
         requests = [chunk.request for chunk in scheduled.chunks] or list(scheduled.decode)
         num_tokens = sum(chunk.num_tokens for chunk in scheduled.chunks)
         if self._scheduler.limits.shrink(len(requests), num_tokens):
             return
         (request,) = requests
+        if request.has_ended:
+            return
         if self._failed_alone != (request, request.num_tokens):
             self._failed_alone = (request, request.num_tokens)
             return
@@ -222,23 +231,33 @@ class Engine:
         self._scheduler.prefill_done(scheduled.chunks)
         last = [chunk.request for chunk in scheduled.chunks if chunk.is_last]
         fresh = [request for request in last if not request.is_resuming]
-        self._update(fresh, read_records(record, len(fresh)))
+        self._in_flight.push(fresh, record, 1)
 
     def _decode(self, scheduled: ScheduledStep) -> None:
-        record = self._runner.decode(
-            scheduled.decode, scheduled.num_speculative_tokens, scheduled.max_num_tokens
-        )
-        self._update(scheduled.decode, read_records(record, len(scheduled.decode)))
+        k = scheduled.num_speculative_tokens
+        record = self._runner.decode(scheduled.decode, k, scheduled.max_num_tokens)
+        self._in_flight.push(scheduled.decode, record, k + 1)
 
-    def _update(self, requests: Sequence[Request], records: Sequence[RowRecord]) -> None:
-        """Account for a step's records; collect the rows whose last sample ended."""
-        stopped_by_host = []
-        for request, record in zip(requests, records, strict=True):
+    def _read_record(self) -> None:
+        """Wait for the oldest step under way, if there is one, and account for it."""
+        if self._in_flight:
+            self._update(self._in_flight.pop())
+        if not self._scheduler.has_unfinished:
+            self._in_flight.clear()
+
+    def _update(self, step: ReadStep) -> None:
+        """Account for a step; collect the rows whose last sample ended."""
+        self._scheduler.record_read(step.requests, step.max_num_tokens)
+        stopped_by_host: list[int] = []
+        pairs = zip(step.requests, step.records, strict=True)
+        # The others ended in an earlier step, or were ended here by a stop string.
+        for request, record in [pair for pair in pairs if not pair[0].has_ended]:
             slot = request.slot
+            assert slot is not None, "a row gave way before its record was read"
             self._account(request, record)
-            if request.finish_reason is None:
+            if not request.has_ended:
                 continue
-            if record.finish == RUNNING and slot is not None:
+            if record.finish == RUNNING:
                 stopped_by_host.append(slot)
             self._scheduler.finish(request)
             output = self._finish(request)
@@ -290,7 +309,7 @@ class Engine:
             if request.finish_reason == "stop":  # by a token, which is no text
                 token_ids = token_ids[:-1]
             request.text = detokenize(self._tokenizer, request.prompt_token_ids, token_ids)
-        if any(sample.finish_reason is None for sample in reversed(group)):  # the last ends last
+        if not all(sample.has_ended for sample in reversed(group)):  # the last ends last
             return None
         error = next((sample.error for sample in group if sample.error is not None), None)
         return RequestOutput(

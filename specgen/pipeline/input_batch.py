@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from specgen.models.attention import AttentionMetadata
+from specgen.pipeline import uploads
 from specgen.pipeline.request_state import RequestState
 from specgen.pipeline.scheduler import PrefillChunk
 
@@ -75,7 +76,7 @@ def build_prefill_batch(
             (resumed if request.is_resuming else fresh).append((request.slot, at - 1))
 
     def upload(array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(state.device, non_blocking=True)
+        return uploads.upload(array, state.device)
 
     def split(pairs: list[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
         array = np.array(pairs, dtype=np.int64).reshape(-1, 2)

@@ -1,14 +1,14 @@
 """A step on the device: prefill chunks, or one round of verify, commit and draft.
 
 Nothing in here reads a device value on the host. The one thing a step hands back is a small record
-on the device, which the engine copies out after it.
+on the device, which is copied out behind it and read later.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from specgen.kernels import Kernels
@@ -23,15 +23,8 @@ from specgen.pipeline.rejection_sampler import RejectionSampler
 from specgen.pipeline.request import Request
 from specgen.pipeline.request_state import RequestState
 from specgen.pipeline.sampler import Sampler
-
-
-class RowRecord(NamedTuple):
-    """What one step did to one row (host side)."""
-
-    token_ids: list[int]  # committed
-    num_sampled: int  # accepted drafts + 1, before cuts; 0 when inert or failed
-    num_draft_tokens: int  # judged; -1 when inert
-    finish: int  # batch_types.RUNNING, FINISH_STOP, FINISH_LENGTH, FINISH_ERROR
+from specgen.pipeline.step_record import pack_record
+from specgen.pipeline.uploads import upload
 
 
 class ModelRunner:
@@ -72,7 +65,7 @@ class ModelRunner:
         """Run prompt chunks; sample the first token of fresh requests; draft for all that start.
 
         Returns:
-            A record of the fresh requests, in the order of the chunks; see :func:`read_records`.
+            A record of the fresh requests, in the order of the chunks; see :mod:`.step_record`.
         """
         state = self._state
         hidden, aux = self._target.forward(batch.input_ids, batch.metadata, self._caches)
@@ -97,7 +90,7 @@ class ModelRunner:
                 slots,
                 torch.cat((batch.fresh_idx, batch.resumed_idx)),
             )
-        return _record(tokens, num_sampled, torch.zeros_like(num_sampled), committed)
+        return pack_record(tokens, num_sampled, torch.zeros_like(num_sampled), committed)
 
     @torch.inference_mode()
     def decode(
@@ -106,10 +99,10 @@ class ModelRunner:
         """Run one decode step of ``requests``; see :meth:`decode_step`.
 
         Args:
-            max_num_tokens: committed tokens of the longest row.
+            max_num_tokens: bound on the committed tokens of the longest row.
         """
         needs_filter = any(r.needs_filter for r in requests)
-        slot_ids = torch.tensor([r.slot for r in requests], dtype=torch.int32)
+        slots = [-1 if r.slot is None else r.slot for r in requests]
         if self._graphs is not None:
 
             def step(graph_slots: torch.Tensor) -> torch.Tensor:
@@ -117,8 +110,8 @@ class ModelRunner:
                     graph_slots, num_speculative_tokens, needs_filter, self._max_context_len
                 )
 
-            return self._graphs.run(slot_ids, (num_speculative_tokens, needs_filter), step)
-        slot_ids = slot_ids.to(self._state.device, non_blocking=True)
+            return self._graphs.run(slots, (num_speculative_tokens, needs_filter), step)
+        slot_ids = upload(np.array(slots, dtype=np.int32), self._state.device)
         # The draft passes may look ahead beyond what the step commits.
         max_context_len = max_num_tokens + 2 * num_speculative_tokens + 1
         return self.decode_step(slot_ids, num_speculative_tokens, needs_filter, max_context_len)
@@ -138,7 +131,7 @@ class ModelRunner:
             max_context_len: host bound on the context of any row in the step.
 
         Returns:
-            Record int32 [B, k + 1 + 4]; see :func:`read_records`.
+            Record int32 [B, k + 1 + 4]; see :mod:`.step_record`.
         """
         state, k = self._state, num_speculative_tokens
         inputs = self._kernels.batch_inputs.decode_inputs(
@@ -175,7 +168,7 @@ class ModelRunner:
             self._drafter.after_decode(
                 slot_ids, inputs, tokens, committed, features, max_context_len=max_context_len
             )
-        return _record(tokens, num_sampled, inputs.num_draft_tokens, committed)
+        return pack_record(tokens, num_sampled, inputs.num_draft_tokens, committed)
 
     def _commit(
         self,
@@ -199,23 +192,3 @@ class ModelRunner:
             state.active,
         )
         return result
-
-
-def _record(
-    tokens: torch.Tensor,
-    num_sampled: torch.Tensor,
-    num_draft_tokens: torch.Tensor,
-    committed: CommitResult,
-) -> torch.Tensor:
-    columns = (num_sampled, num_draft_tokens, committed.num_committed, committed.finish)
-    return torch.cat((tokens, torch.stack(columns, dim=1)), dim=1)
-
-
-def read_records(record: torch.Tensor, num_rows: int) -> list[RowRecord]:
-    """Copy a step's record to the host (waits for the step) and unpack its first rows."""
-    rows: list[list[int]] = record[:num_rows].tolist()
-    return [
-        RowRecord(row[:num_committed], num_sampled, num_draft_tokens, finish)
-        for row in rows
-        for num_sampled, num_draft_tokens, num_committed, finish in (row[-4:],)
-    ]

@@ -92,6 +92,8 @@ class Request:
         prefix_keys: Keys under which the blocks of the prompt are shared; none shares nothing.
         slot: Device row while admitted, else ``None``.
         num_computed_tokens: Tokens whose target cache entries exist, while prefilling.
+        num_pending_steps: Steps under way that add a token or more to it, unless it has ended.
+        num_pending_tokens: The most tokens that they can add.
         needs_filter: Whether it is sampled with top-k or top-p.
     """
 
@@ -108,6 +110,8 @@ class Request:
     slot: int | None = None
     block_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
+    num_pending_steps: int = 0
+    num_pending_tokens: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     text: str | None = None
@@ -122,8 +126,13 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Committed tokens, prompt and output."""
+        """Committed tokens that the host knows of, prompt and output."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it is done, well or not."""
+        return self.finish_reason is not None
 
     @property
     def is_resuming(self) -> bool:

@@ -9,11 +9,13 @@ takes one back. One row beyond ``max_num_seqs`` absorbs the writes of padding ro
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
 from specgen.pipeline.request import Request
+from specgen.pipeline.uploads import pinned, upload
 
 _MIN_STOP_IDS = 8
 
@@ -59,6 +61,7 @@ class RequestState:
         self.temperature = torch.zeros(rows, dtype=torch.float32, device=device)
         self.top_p = torch.ones(rows, dtype=torch.float32, device=device)
         self.active = torch.zeros(rows, dtype=torch.bool, device=device)
+        self._deactivated = torch.zeros(rows, dtype=torch.int64, device=device)
         self.draft_logits: torch.Tensor | None = None
         if draft_logits_shape is not None:
             vocab_size, dtype = draft_logits_shape
@@ -81,8 +84,8 @@ class RequestState:
         Returns:
             Whether a tensor was replaced by a wider one, which invalidates captured graphs.
         """
-        slots = torch.tensor([r.slot for r in requests], dtype=torch.int64, device=self.device)
-        ints = torch.tensor(
+        slots = self._slots(requests)
+        ints = self._upload(
             [
                 [
                     r.num_tokens,
@@ -94,13 +97,11 @@ class RequestState:
                 ]
                 for r in requests
             ],
-            dtype=torch.int32,
-        ).to(self.device, non_blocking=True)
-        floats = torch.tensor(
-            [[r.row.sampling.temperature, r.row.sampling.top_p] for r in requests],
-            dtype=torch.float32,
-        ).to(self.device, non_blocking=True)
-        seeds = torch.tensor([r.seed for r in requests], dtype=torch.int64)
+            np.int32,
+        )
+        floats = self._upload(
+            [[r.row.sampling.temperature, r.row.sampling.top_p] for r in requests], np.float32
+        )
         targets = (
             self.seq_lens,
             self.last_tokens,
@@ -113,14 +114,15 @@ class RequestState:
             target[slots] = ints[:, column]
         self.temperature[slots] = floats[:, 0]
         self.top_p[slots] = floats[:, 1]
-        self.seeds[slots] = seeds.to(self.device, non_blocking=True)
-        self.num_draft_tokens[slots] = 0
-        self.active[slots] = False
+        self.seeds[slots] = self._upload([r.seed for r in requests], np.int64)
+        # Not by indexing: torch would upload the scalars, and wait for them.
+        self.num_draft_tokens.index_fill_(0, slots, 0)
+        self.active.index_fill_(0, slots, False)
         widened = self._widen_stop_ids(max(len(r.stop_token_ids) for r in requests))
         stop_ids = np.full((len(requests), self.stop_ids.shape[1]), -1, dtype=np.int32)
         for row, request in enumerate(requests):
             stop_ids[row, : len(request.stop_token_ids)] = request.stop_token_ids
-        self.stop_ids[slots] = torch.from_numpy(stop_ids).to(self.device, non_blocking=True)
+        self.stop_ids[slots] = upload(stop_ids, self.device)
         return widened
 
     def write_block_tables(self, requests: Sequence[Request]) -> None:
@@ -131,16 +133,24 @@ class RequestState:
         tables = np.zeros((len(requests), width), dtype=np.int32)
         for row, request in enumerate(requests):
             tables[row, : len(request.block_ids)] = request.block_ids
-        slots = torch.tensor([r.slot for r in requests], dtype=torch.int64, device=self.device)
-        self.block_tables[slots, :width] = torch.from_numpy(tables).to(
-            self.device, non_blocking=True
-        )
+        self.block_tables[self._slots(requests), :width] = upload(tables, self.device)
 
     def deactivate(self, slots: Sequence[int]) -> None:
-        """Make rows inert in stream order: later steps write nothing for them."""
+        """Make rows inert in stream order: later steps write nothing for them.
+
+        Takes no device memory: it is also what follows when there is none.
+        """
         if slots:
-            idx = torch.tensor(list(slots), dtype=torch.int64, device=self.device)
-            self.active[idx] = False
+            idx = self._deactivated[: len(slots)]
+            idx.copy_(pinned(np.array(slots, dtype=np.int64), self.device), non_blocking=True)
+            self.active.index_fill_(0, idx, False)
+
+    def _slots(self, requests: Sequence[Request]) -> torch.Tensor:
+        """Slots of admitted requests, int64, on the device."""
+        return self._upload([r.slot for r in requests], np.int64)
+
+    def _upload(self, values: Sequence[Any], dtype: type[np.generic]) -> torch.Tensor:
+        return upload(np.array(values, dtype=dtype), self.device)
 
     def _widen_stop_ids(self, num_ids: int) -> bool:
         width = self.stop_ids.shape[1]
@@ -148,8 +158,7 @@ class RequestState:
             return False
         while width < num_ids:
             width *= 2
-        wider = torch.full((self.stop_ids.shape[0], width), -1, dtype=torch.int32)
-        wider = wider.to(self.device)
+        wider = self.stop_ids.new_full((self.stop_ids.shape[0], width), -1)
         wider[:, : self.stop_ids.shape[1]] = self.stop_ids
         self.stop_ids = wider
         return True

@@ -3,6 +3,13 @@
 Prefill and decode steps are apart: a prefill step packs chunks of several prompts up to a token
 budget, because a matrix product of a few thousand rows costs far less a token than a prompt at a
 time; a decode step runs every admitted row.
+
+The host may be steps behind the device (see :mod:`.in_flight`). A row with steps under way has
+between ``num_pending_steps`` and ``num_pending_tokens`` tokens more than the host knows, or has
+ended. Blocks are granted for the most it can have; a row that must have ended is left out. Slots
+and blocks of a row are given back when its last record is read: what is launched later comes later
+in the device's one stream, so no step under way can meet their next owner. Nothing is taken from a
+row whose records are still to come: before a row gives way, all records are read.
 """
 
 from __future__ import annotations
@@ -39,7 +46,7 @@ class ScheduledStep:
         admitted: Requests that got a slot; their device rows must be written.
         grown: Requests whose block list changed; their block tables must be written.
         preempted: Slots taken back; their device rows must be made inert first.
-        max_num_tokens: Committed tokens of the longest row of a decode step.
+        max_num_tokens: Committed tokens that the longest row of a decode step may have.
         num_speculative_tokens: The draft length k of a decode step.
     """
 
@@ -81,6 +88,8 @@ class Scheduler:
         self.limits = StepLimits(max_num_seqs, max_num_batched_tokens)
         self._min_prefill_tokens = min_prefill_tokens
         self._num_speculative_tokens = num_speculative_tokens
+        # Rows whose block list changed, until a step takes the news to the device.
+        self._grown: list[Request] = []
 
     @property
     def has_unfinished(self) -> bool:
@@ -102,7 +111,7 @@ class Scheduler:
         return 2 * self._num_speculative_tokens
 
     def schedule(self) -> ScheduledStep | None:
-        """Choose the next step; ``None`` when there is nothing to do."""
+        """Choose the next step; ``None`` when there is none before another record is read."""
         if self.prefilling or self._should_admit():
             step = self._schedule_prefill()
             if step.chunks:
@@ -174,9 +183,8 @@ class Scheduler:
             self.blocks.publish(request.block_ids, request.prefix_keys, start + num_tokens)
         return num_tokens
 
-    def _schedule_decode(self) -> ScheduledStep:
+    def _schedule_decode(self) -> ScheduledStep | None:
         """Decode every running row that has, or can get, the blocks its step may write."""
-        grown: list[Request] = []
         preempted: list[int] = []
         ready: list[Request] = []
         # Oldest first: the newest row gives way, so the oldest always makes progress.
@@ -185,30 +193,53 @@ class Scheduler:
         max_num_tokens = 0
         while queue:
             request = queue.popleft()
-            num_held = len(request.block_ids)
-            num_tokens = request.num_tokens
+            num_tokens, max_len = request.num_tokens, request.max_len
+            if request.num_pending_steps:
+                if num_tokens + request.num_pending_steps >= max_len:
+                    continue  # a step under way is its last
+                num_tokens = min(num_tokens + request.num_pending_tokens, max_len - 1)
             if num_tokens > max_num_tokens:
                 max_num_tokens = num_tokens
-            if num_tokens + ahead <= num_held * block_size:  # as in most steps
+            if num_tokens + ahead <= len(request.block_ids) * block_size:  # as in most steps
                 ready.append(request)
                 continue
-            while not self.blocks.grow(request.block_ids, num_tokens + ahead):
+            while not self._grow(request, num_tokens + ahead):
+                if any(other.num_pending_steps for other in self.running):
+                    return None  # rows may have ended, and this one may need less
                 victim = queue.pop() if queue else request
                 preempted.append(self._preempt(victim))
                 if victim is request:
                     break
             else:
                 ready.append(request)
-                if len(request.block_ids) > num_held:
-                    grown.append(request)
-        wanted = any(r.num_speculative_tokens for r in ready)
+        if not ready and not preempted:
+            return None  # all rows end in the steps under way
+        k = self._draft_length(ready)
+        for request in ready:
+            request.num_pending_steps += 1
+            request.num_pending_tokens += k + 1
+        grown, self._grown = self._grown, []
         return ScheduledStep(
             decode=tuple(ready),
-            grown=tuple(grown),
+            grown=tuple(request for request in grown if request.slot is not None),
             preempted=tuple(preempted),
-            num_speculative_tokens=self._num_speculative_tokens if wanted else 0,
+            num_speculative_tokens=k,
             max_num_tokens=max_num_tokens,
         )
+
+    def _grow(self, request: Request, num_tokens: int) -> bool:
+        """Give a row the blocks for ``num_tokens``; whether there were enough."""
+        num_held = len(request.block_ids)
+        if not self.blocks.grow(request.block_ids, num_tokens):
+            return False
+        if len(request.block_ids) > num_held:
+            self._grown.append(request)
+        return True
+
+    def _draft_length(self, requests: list[Request]) -> int:
+        """The draft length k of a step of these rows."""
+        wanted = any(request.num_speculative_tokens for request in requests)
+        return self._num_speculative_tokens if wanted else 0
 
     def _preempt(self, request: Request) -> int:
         """Take everything from a running row and put it first in the queue; return its slot."""
@@ -233,12 +264,25 @@ class Scheduler:
         self.waiting.remove(request)
 
     def prefill_done(self, chunks: Iterable[PrefillChunk]) -> None:
-        """Record the progress of a prefill step; completed requests start decoding."""
+        """Record the progress of a prefill step; completed requests start decoding.
+
+        A fresh one has its first token under way.
+        """
         for chunk in chunks:
-            chunk.request.num_computed_tokens += chunk.num_tokens
+            request = chunk.request
             if chunk.is_last:
-                self.prefilling.remove(chunk.request)
-                self.running.append(chunk.request)
+                self.prefilling.remove(request)
+                self.running.append(request)
+                if not request.is_resuming:
+                    request.num_pending_steps = request.num_pending_tokens = 1
+            request.num_computed_tokens += chunk.num_tokens
+
+    def record_read(self, requests: Iterable[Request], max_num_tokens: int) -> None:
+        """A step under way is no more: what it added to its rows becomes known tokens."""
+        for request in requests:
+            if request.num_pending_steps:  # none if it has ended
+                request.num_pending_steps -= 1
+                request.num_pending_tokens -= max_num_tokens
 
     def finish(self, request: Request) -> None:
         """Take a finished row out of the batch."""
@@ -251,4 +295,5 @@ class Scheduler:
         self.blocks.release(request.block_ids)
         self._free_slots.append(slot)
         request.slot = None
+        request.num_pending_steps = request.num_pending_tokens = 0
         return slot

@@ -15,5 +15,5 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def engine_of(checkpoints: dict[str, Path]) -> EngineShop:
-    """Engines on the CPU, in float32, on the torch twins."""
-    return EngineShop(checkpoints, device="cpu", dtype="float32", kernel_backend="reference")
+    """Engines on the CPU, in float32, on the torch twins, that read records as late as on a GPU."""
+    return EngineShop(checkpoints, lag=1, device="cpu", dtype="float32", kernel_backend="reference")

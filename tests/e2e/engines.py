@@ -70,10 +70,15 @@ class EngineShop:
     """``shop(model, draft, **config)``: an idle engine, the same one for the same wishes.
 
     ``draft`` is ``"eagle1"``, ``"eagle3"`` or ``None``; ``defaults`` are fields of the config.
+    ``lag`` is how many steps are under way when another one is launched; None leaves it to the
+    engine, which reads every record at once on a CPU.
     """
 
-    def __init__(self, checkpoints: Mapping[str, Path], **defaults: Any) -> None:
+    def __init__(
+        self, checkpoints: Mapping[str, Path], *, lag: int | None = None, **defaults: Any
+    ) -> None:
         self._checkpoints = checkpoints
+        self._lag = lag
         self._defaults = defaults
         self._engines: dict[Any, Engine] = {}
 
@@ -85,10 +90,13 @@ class EngineShop:
 
     def build(self, model: str, draft: str | None, **config: Any) -> Engine:
         """A new engine, for tests that spoil it."""
-        return Engine(
+        engine = Engine(
             EngineConfig(
                 model=str(self._checkpoints[model]),
                 draft_model=None if draft is None else str(self._checkpoints[f"{model}-{draft}"]),
                 **{**self._defaults, **config},
             )
         )
+        if self._lag is not None:
+            engine._in_flight.max_lag = self._lag
+        return engine

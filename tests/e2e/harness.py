@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from specgen.pipeline.engine import Engine
-from specgen.pipeline.model_runner import RowRecord
 from specgen.pipeline.request import PromptRow, Request, RequestOutput
+from specgen.pipeline.step_record import RowRecord
 from specgen.sampling_params import SamplingParams
 
 
@@ -46,6 +46,18 @@ def run_all(
     assert not engine._groups
     assert not engine._watchers
     return sorted(outputs, key=lambda output: output.row.index)
+
+
+def device_rows(engine: Engine, requests: Iterable[Request]) -> Iterator[tuple[Request, int, int]]:
+    """Live rows of a step that is about to run, each with its slot and its committed tokens.
+
+    As the device has them: the host may be a step behind.
+    """
+    state = engine._state
+    for request in requests:
+        assert request.slot is not None
+        if state.active[request.slot]:
+            yield request, request.slot, int(state.seq_lens[request.slot])
 
 
 def tokens_of(outputs: Sequence[RequestOutput]) -> list[tuple[int, ...]]:

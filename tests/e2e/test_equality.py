@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from e2e.engines import TEXT_VOCAB, EngineShop
-from e2e.harness import histogram_of, make_row, run_all, step_log, tokens_of
+from e2e.harness import device_rows, histogram_of, make_row, run_all, step_log, tokens_of
 from models.straight_line import Eagle1, Eagle3, draft_tokens
 from models.tiny import load_state
 
@@ -248,9 +248,8 @@ def test_every_draft_is_the_one_that_the_head_proposes(
     decode = engine._runner.decode
 
     def spy(requests: Any, *args: Any) -> torch.Tensor:
-        for request in requests:
-            drafts = engine._state.draft_tokens[request.slot].tolist()
-            proposals.append((request.row.index, request.num_tokens, drafts))
+        for request, slot, n in device_rows(engine, requests):
+            proposals.append((request.row.index, n, engine._state.draft_tokens[slot].tolist()))
         return decode(requests, *args)
 
     engine._runner.decode = spy  # type: ignore[method-assign]

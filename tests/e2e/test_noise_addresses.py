@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from e2e.engines import EngineShop
-from e2e.harness import make_row, run_all
+from e2e.harness import device_rows, make_row, run_all
 
 from specgen.kernels.reference.rng import accept_uniform, token_gumbel
 from specgen.kernels.streams import DRAFT, TARGET
@@ -83,12 +83,11 @@ def test_sampled_drafts_are_the_draft_stream_over_the_stored_logits(
 
     def spy(requests: Any, *args: Any) -> torch.Tensor:
         nonlocal num_checked
-        for request in requests:
-            n = request.num_tokens
+        for request, slot, n in device_rows(engine, requests):
             for j in range(K):
                 g = noise(request.seed, ids, n + j, DRAFT, j, request.sample_index)
-                token = int(ids[chosen(state.draft_logits[request.slot, j], g)])  # type: ignore[index]
-                assert int(state.draft_tokens[request.slot, j]) == token
+                token = int(ids[chosen(state.draft_logits[slot, j], g)])  # type: ignore[index]
+                assert int(state.draft_tokens[slot, j]) == token
                 num_checked += 1
         return decode(requests, *args)
 
@@ -107,9 +106,9 @@ def test_acceptance_and_recovery_are_at_their_addresses(
     decode = engine._runner.decode
 
     def spy(requests: Any, *args: Any) -> torch.Tensor:
-        for request in requests:
-            key = (request.row.index, request.sample_index, request.num_tokens)
-            proposals[key] = engine._state.draft_tokens[request.slot].tolist()
+        for request, slot, n in device_rows(engine, requests):
+            key = (request.row.index, request.sample_index, n)
+            proposals[key] = engine._state.draft_tokens[slot].tolist()
         return decode(requests, *args)
 
     with pytest.MonkeyPatch.context() as patch:

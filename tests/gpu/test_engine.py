@@ -165,6 +165,34 @@ def test_a_wider_stop_list_replaces_the_graphs(engine_of: EngineShop) -> None:
     assert tokens_of(run_all(engine, rows(**options))) == whole
 
 
+@pytest.mark.parametrize("schedule", ["all", "three", "eager", "chunked-crowded"])
+@pytest.mark.parametrize(("draft", "sample"), [("eagle3", "gumbel"), (None, "greedy")])
+def test_nothing_depends_on_how_late_records_are_read(
+    engine_of: EngineShop, draft: str | None, sample: str, schedule: str
+) -> None:
+    """Late records on a device that is really elsewhere: buffers, graphs and slots are reused."""
+    engine = text_engine(engine_of, draft, sample, **SCHEDULES[schedule])
+    mixed = [
+        make_row(i, p, max_tokens=3 + 5 * (i % 6), n=1 + i % 2, seed=i, ignore_eos=True)
+        for i, p in enumerate(prompts())
+    ]
+    mixed += [
+        make_row(16 + i, p, max_tokens=NUM_TOKENS, seed=i, stop=[*"ADetv7"])
+        for i, p in enumerate(prompts())
+    ]
+    assert engine._in_flight.max_lag == 1
+    results = []
+    try:
+        for lag, preempt_seed in ((0, None), (1, None), (2, None), (1, 4)):
+            engine._in_flight.max_lag = lag
+            outputs = run_all(engine, mixed, preempt_seed=preempt_seed)
+            texts = [choice.text for output in outputs for choice in output.choices]
+            results.append((tokens_of(outputs), histogram_of(outputs), texts))
+    finally:
+        engine._in_flight.max_lag = 1
+    assert all(result == results[0] for result in results[1:])
+
+
 # -- distribution ---------------------------------------------------------------------------------
 
 
@@ -219,10 +247,15 @@ def test_the_joint_law_of_a_completion_is_exact_in_its_whole_context(
 @contextmanager
 def no_waiting(engine: Engine) -> Iterator[list[str]]:
     """Torch raises where a step makes the host wait; yields the names of the guarded calls."""
-    runner, calls = engine._runner, []
+    owners: dict[str, Any] = {
+        **dict.fromkeys(("prefill", "decode"), engine._runner),
+        **dict.fromkeys(("admit", "write_block_tables", "deactivate"), engine._state),
+        "push": engine._in_flight,
+    }
+    calls: list[str] = []
 
     def wrap(name: str) -> Callable[..., Any]:
-        original = getattr(runner, name)
+        original = getattr(owners[name], name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             calls.append(name)
@@ -235,16 +268,17 @@ def no_waiting(engine: Engine) -> Iterator[list[str]]:
         return call
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("prefill", "decode_step"):
-            patch.setattr(runner, name, wrap(name))
+        for name, owner in owners.items():
+            patch.setattr(owner, name, wrap(name))
         yield calls
 
 
+@pytest.mark.parametrize("cuda_graphs", [False, True])
 @pytest.mark.parametrize(("draft", "sample"), [*DRAFTS, (None, "greedy")])
 def test_a_step_does_not_wait_for_the_gpu(
-    engine_of: EngineShop, draft: str | None, sample: str
+    engine_of: EngineShop, draft: str | None, sample: str, cuda_graphs: bool
 ) -> None:
-    engine = text_engine(engine_of, draft, sample, cuda_graphs=False)
+    engine = text_engine(engine_of, draft, sample, cuda_graphs=cuda_graphs)
     mixed = [
         make_row(i, p, max_tokens=8, temperature=0.5 * (i % 3), top_k=20 * (i % 2))
         for i, p in enumerate(prompts())
@@ -252,7 +286,7 @@ def test_a_step_does_not_wait_for_the_gpu(
     warm = tokens_of(run_all(engine, mixed, preempt_seed=0))  # compiles, which may wait
     with no_waiting(engine) as calls:
         assert tokens_of(run_all(engine, mixed, preempt_seed=0)) == warm
-    assert {"prefill", "decode_step"} <= set(calls)
+    assert {"prefill", "decode", "admit", "write_block_tables", "deactivate", "push"} <= set(calls)
 
 
 def test_a_planted_wait_is_noticed(engine_of: EngineShop, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,7 @@
 """A step never waits for the device: no value of a tensor is read on the host while it runs.
 
+Neither do the host's edits of device rows before it, which upload from memory of their own kind.
+
 On a CPU nothing would wait, so the test looks for the operations that do on a GPU: reads of
 scalars, shapes that depend on data, copies to the host, and uploads of fresh host data.
 """
@@ -18,6 +20,7 @@ from e2e.harness import make_row, run_all, tokens_of
 from models.tiny import make_eagle1, make_target
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from specgen.pipeline import request_state, uploads
 from specgen.pipeline.drafter import Drafter
 from specgen.pipeline.engine import Engine
 from specgen.pipeline.rejection_sampler import RejectionSampler
@@ -85,12 +88,16 @@ class Guard(TorchDispatchMode):
 
 @contextmanager
 def guarded(engine: Engine) -> Iterator[dict[str, int]]:
-    """Guard every prefill and decode step of the engine; count them."""
-    guard, calls = Guard(), {"prefill": 0, "decode_step": 0}
-    runner = engine._runner
+    """Guard every prefill and decode step of the engine and the edits before it; count them."""
+    guard = Guard()
+    guarded_methods: dict[str, Any] = {
+        **dict.fromkeys(("prefill", "decode_step"), engine._runner),
+        **dict.fromkeys(("admit", "write_block_tables", "deactivate"), engine._state),
+    }
+    calls = dict.fromkeys(guarded_methods, 0)
 
     def wrap(name: str) -> Callable[..., Any]:
-        original = getattr(runner, name)
+        original = getattr(guarded_methods[name], name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             calls[name] += 1
@@ -117,9 +124,24 @@ def guarded(engine: Engine) -> Iterator[dict[str, int]]:
         for method in HOST_METHODS:
             patch.setattr(torch.Tensor, method, refuse(method))
         _let_the_interpreter_read(patch, guard)
+        for module in (uploads, request_state):
+            patch.setattr(module, "pinned", unguarded(uploads.pinned, guard))
         for name in calls:
-            patch.setattr(runner, name, wrap(name))
+            patch.setattr(guarded_methods[name], name, wrap(name))
         yield calls
+
+
+def unguarded(function: Callable[..., Any], guard: Guard) -> Callable[..., Any]:
+    """The one function that may hand fresh host data on."""
+
+    def call(*args: Any) -> Any:
+        was_on, guard.is_on = guard.is_on, False
+        try:
+            return function(*args)
+        finally:
+            guard.is_on = was_on
+
+    return call
 
 
 def _let_the_interpreter_read(patch: pytest.MonkeyPatch, guard: Guard) -> None:
@@ -205,7 +227,7 @@ def test_steps_of_experts_and_windows(tmp_path: Path, family: str, backend: str)
     ]
     with guarded(engine) as calls:
         assert min(map(len, tokens_of(run_all(engine, rows)))) == 9
-    assert min(calls.values()) > 1
+    assert min(calls["prefill"], calls["decode_step"]) > 1
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter runs without a GPU")
@@ -257,5 +279,21 @@ def test_a_planted_wait_is_noticed(
 
     monkeypatch.setattr(owner, method, planted)
     engine = shop.build("few", "eagle1", kernel_backend="reference", max_num_seqs=2)
+    with guarded(engine), pytest.raises(HostSyncError):
+        run_all(engine, mixed_rows(2, 6))
+
+
+@pytest.mark.parametrize("method", ["admit", "write_block_tables", "deactivate"])
+def test_a_planted_upload_in_an_edit_is_noticed(
+    shop: EngineShop, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    engine = shop.build("few", "eagle1", kernel_backend="reference", max_num_seqs=2)
+    original = getattr(engine._state, method)
+
+    def planted(rows: Any) -> Any:
+        torch.tensor([0, 1])
+        return original(rows)
+
+    monkeypatch.setattr(engine._state, method, planted)
     with guarded(engine), pytest.raises(HostSyncError):
         run_all(engine, mixed_rows(2, 6))

@@ -1,0 +1,26 @@
+"""Small host arrays to the device, in stream order and without waiting for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["pinned", "upload"]
+
+
+def pinned(array: np.ndarray[Any, Any], device: torch.device) -> torch.Tensor:
+    """The array as a host tensor that ``device`` can read by itself.
+
+    CUDA copies from other memory only after the stream has come to its end: one such copy a step
+    would have the device wait for the host at every step. torch hands the memory out again only
+    once the copies from it are done.
+    """
+    host = torch.from_numpy(array)
+    return host.pin_memory() if device.type == "cuda" and array.size else host
+
+
+def upload(array: np.ndarray[Any, Any], device: torch.device) -> torch.Tensor:
+    """The array on ``device``; on a CPU it may share the array's memory."""
+    return pinned(array, device).to(device, non_blocking=True)
