@@ -43,7 +43,7 @@ class Tokenizer:
             )
         except (OSError, ValueError, KeyError, ImportError) as error:
             raise ModelError(
-                f"{directory}: no usable tokenizer: {error}",
+                f"{directory}: no usable tokenizer: {' '.join(str(error).split())}",
                 "give a directory with tokenizer files in --tokenizer",
             ) from error
         if chat_template is not None:
