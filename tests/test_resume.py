@@ -453,6 +453,45 @@ def test_a_partial_that_goes_away_while_it_is_written_costs_no_row(
         assert not Path("out.partial.meta.json").exists()
 
 
+def test_an_input_that_loses_lines_while_it_is_read_is_no_complete_one(
+    invoke: Invoke, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "".join(f'{{"prompt": "row {i}", "x": "{"y" * 100_000}"}}\n' for i in range(30))
+    Path("in.jsonl").write_text(text)
+    finish = engine._finish
+
+    changes = [lambda file: file.truncate(200_000), lambda file: file.write('{"prompt": "more"}\n')]
+
+    def finish_and_change(row: Any) -> Any:
+        if row.index == 3 and changes:
+            with open("in.jsonl", "r+" if len(changes) == 2 else "a") as file:
+                changes.pop(0)(file)
+        return finish(row)
+
+    monkeypatch.setattr(engine, "_finish", finish_and_change)
+    result = invoke("--progress", "none")
+    assert result.exit_code == 4
+    assert "in.jsonl: was 3,000,890 bytes when the run began, and is 200,000 now" in result.stderr
+    assert "finished rows are kept in" in result.stderr
+    assert not Path("out").exists()
+    Path("in.jsonl").write_text(text)
+    # Lines that were added or touched meanwhile are no loss.
+    result = invoke("--overwrite")
+    assert result.exit_code == 0
+    assert "warning: in.jsonl: was changed during the run" in result.stderr
+    assert len(rows("out")) == 31
+    assert invoke("--resume").exit_code == 0
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_no_name_promises_a_compressed_output(invoke: Invoke, suffix: str) -> None:
+    result = invoke("-o", f"new.jsonl{suffix}")
+    assert result.exit_code == 2
+    assert (
+        f"new.jsonl{suffix}: outputs are not compressed\nhint: choose new.jsonl\n" in result.stderr
+    )
+
+
 def test_resume_on_nothing_is_a_run(invoke: Invoke) -> None:
     assert invoke("--resume").exit_code == 0
     assert len(rows("out")) == 30

@@ -187,9 +187,9 @@ def _drive(options: RunOptions, job: Job) -> None:
     """Load, run, complete the output."""
     from specgen.request_io.read_ahead import ReadAhead
     from specgen.request_io.reader import read_rows
-    from specgen.request_io.source import STDIN, count_rows, read_lines
+    from specgen.request_io.source import STDIN, InputState, count_rows, read_lines
 
-    started = datetime.now(UTC)
+    started, state = datetime.now(UTC), InputState(options.inputs)
     total = count_rows(options.inputs, options.read.limit)
     if total is not None:
         total = max(options.shard.num_rows(total) - job.writer.num_rows, 0)
@@ -208,6 +208,11 @@ def _drive(options: RunOptions, job: Job) -> None:
         job.run(engine, read_rows(options.inputs, read, job.writer.keep, lines), lines.ready)
     seconds = job.stats.elapsed()
     job.display.close()
+    for path in state.check():
+        job.display.warn(
+            f"{path}: was changed during the run, its rows are of what was read",
+            "--retry-errors runs rows of lines that differ now",
+        )
     if engine.num_memory_faults:
         job.display.warn(
             f"memory ran out in {engine.num_memory_faults:,} steps, done again with fewer rows",

@@ -24,6 +24,7 @@ from specgen.errors import InputError, UsageError
 __all__ = [
     "MAX_LINE_BYTES",
     "STDIN",
+    "InputState",
     "RawLine",
     "check_inputs",
     "count_rows",
@@ -60,6 +61,47 @@ class RawLine:
     data: bytes
     digest: str
     too_long: bool = False
+
+
+class InputState:
+    """Size and time of the input's files, to see whether they have changed while they were read.
+
+    Args:
+        paths: inputs; those that are no regular files are not watched.
+    """
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        self._files = {path: state for path in paths if (state := _file_state(path)) is not None}
+
+    def check(self) -> list[str]:
+        """Files that have been changed since, though none has lost lines.
+
+        Raises:
+            InputError: a file is shorter than it was, so that lines were missed.
+        """
+        changed = []
+        for path, before in self._files.items():
+            now = _file_state(path)
+            if now == before:
+                continue
+            if now is not None and now[0] < before[0]:
+                raise InputError(
+                    f"{path}: was {before[0]:,} bytes when the run began, and is {now[0]:,} now",
+                    "restore it and give the same command again",
+                )
+            changed.append(path)
+        return changed
+
+
+def _file_state(path: str) -> tuple[int, int] | None:
+    """Size and time of a regular file; None of anything else, or if it is gone."""
+    if path == STDIN:
+        return None
+    try:
+        info = os.stat(path)
+    except OSError:
+        return None
+    return (info.st_size, info.st_mtime_ns) if stat.S_ISREG(info.st_mode) else None
 
 
 class _Chunks(io.RawIOBase):

@@ -86,6 +86,10 @@ def open_writer(
     try:
         target = Path(os.path.realpath(path))
         mode = target.stat().st_mode if target.exists() else None
+        if mode is None and target.suffix in (".gz", ".zst"):
+            raise UsageError(
+                f"{path}: outputs are not compressed", f"choose {path.removesuffix(target.suffix)}"
+            )
         if mode is not None and stat.S_ISDIR(mode):
             raise OutputError(f"{path}: is a directory", "give a file name")
         if mode is not None and not stat.S_ISREG(mode):
