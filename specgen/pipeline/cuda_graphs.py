@@ -7,6 +7,8 @@ steps the rows are those of the step before: then there is nothing to upload.
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
@@ -15,7 +17,17 @@ import torch
 
 from specgen.pipeline.uploads import pinned
 
+__all__ = ["CudaCapture", "DecodeGraphs", "DecodeStep", "StepCapture", "batch_buckets"]
+
 DecodeStep = Callable[[torch.Tensor], torch.Tensor]
+"""A step as a function of its slot ids; returns its record."""
+StepCapture = Callable[[torch.Tensor, DecodeStep], tuple[Callable[[], None], torch.Tensor]]
+"""Makes of a step on fixed slots what repeats it, and the record that every repetition overwrites.
+
+Raises ``torch.OutOfMemoryError``.
+"""
+
+logger = logging.getLogger(__name__)
 
 
 def batch_buckets(max_num_seqs: int) -> tuple[int, ...]:
@@ -32,29 +44,75 @@ def batch_buckets(max_num_seqs: int) -> tuple[int, ...]:
     return (*(size for size in sizes if size < max_num_seqs), max_num_seqs)
 
 
+class CudaCapture:
+    """Captures steps as CUDA graphs, whose temporaries share one pool of memory.
+
+    Args:
+        device: A CUDA device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(
+        self, slots: torch.Tensor, step: DecodeStep
+    ) -> tuple[Callable[[], None], torch.Tensor]:
+        """See :data:`StepCapture`."""
+        # All rows inert: the warm-up compiles kernels and touches no request.
+        stream = torch.cuda.Stream(self._device)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            step(slots)
+        torch.cuda.current_stream(self._device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool):
+                record = step(slots)
+        except RuntimeError as error:
+            # Ending a capture that failed fails too, and hides what had failed first.
+            first: BaseException | None = error
+            while first is not None and not isinstance(first, torch.OutOfMemoryError):
+                first = first.__context__
+            if first is None:
+                raise
+            raise torch.OutOfMemoryError("no memory for a CUDA graph") from error
+        return graph.replay, record
+
+
 @dataclass
 class _Captured:
-    """A graph with its two static tensors: the slots it reads and the record it writes."""
+    """A captured step with its two static tensors: the slots it reads, the record it writes."""
 
-    graph: torch.cuda.CUDAGraph
+    replay: Callable[[], None]
     slots: torch.Tensor
     record: torch.Tensor
     held: list[int] = field(default_factory=list)  # what ``slots`` holds, before padding
 
 
 class DecodeGraphs:
-    """Captures and replays decode steps on the current CUDA device.
+    """Captures decode steps on first use and replays them.
 
     Args:
         max_num_seqs: The largest batch.
-        device: A CUDA device.
+        device: Where the steps run.
+        capture: How they are captured.
+
+    Attributes:
+        capture_seconds: Time that captures took so far.
     """
 
-    def __init__(self, max_num_seqs: int, device: torch.device) -> None:
+    def __init__(self, max_num_seqs: int, device: torch.device, capture: StepCapture) -> None:
         self._device = device
+        self._capture = capture
         self._buckets = batch_buckets(max_num_seqs)
-        self._pool = torch.cuda.graph_pool_handle()
         self._graphs: dict[Hashable, _Captured] = {}
+        self.capture_seconds = 0.0
+
+    @property
+    def max_num_rows(self) -> int:
+        """The largest batch that can be run; less than there was after memory ran out."""
+        return self._buckets[-1]
 
     def bucket(self, num_rows: int) -> int:
         """The smallest captured batch size that holds ``num_rows``."""
@@ -62,7 +120,7 @@ class DecodeGraphs:
 
     def clear(self) -> None:
         """Forget all graphs, after a persistent tensor was replaced; waits for those that run."""
-        if self._graphs:
+        if self._graphs and self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._graphs.clear()
 
@@ -76,29 +134,43 @@ class DecodeGraphs:
 
         Returns:
             The step's record; overwritten by the next replay of the same graph.
+
+        Raises:
+            torch.OutOfMemoryError: there is no room for a new graph; a batch as large will not be
+                tried again, unless it is the smallest.
         """
         size = self.bucket(len(slots))
-        key = (size, variant)
-        captured = self._graphs.get(key)
+        captured = self._graphs.get((size, variant))
         if captured is None:
-            captured = self._graphs[key] = self._capture(size, step)
+            captured = self._graphs[size, variant] = self._capture_step(size, step)
         if captured.held != slots:
             captured.held = list(slots)
             padded = np.full(size, -1, dtype=np.int32)
             padded[: len(slots)] = slots
             captured.slots.copy_(pinned(padded, self._device), non_blocking=True)
-        captured.graph.replay()
+        captured.replay()
         return captured.record
 
-    def _capture(self, size: int, step: DecodeStep) -> _Captured:
-        # All rows inert: the warm-up compiles kernels and touches no request.
-        slots = torch.full((size,), -1, dtype=torch.int32, device=self._device)
-        stream = torch.cuda.Stream(self._device)
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            step(slots)
-        torch.cuda.current_stream(self._device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            record = step(slots)
-        return _Captured(graph, slots, record)
+    def _capture_step(self, size: int, step: DecodeStep) -> _Captured:
+        started = time.perf_counter()
+        try:
+            slots = torch.full((size,), -1, dtype=torch.int32, device=self._device)
+            replay, record = self._capture(slots, step)
+        except torch.OutOfMemoryError:
+            self._give_up(size)
+            raise
+        self.capture_seconds += time.perf_counter() - started
+        return _Captured(replay, slots, record)
+
+    def _give_up(self, size: int) -> None:
+        """Do without batches of this size and larger ones."""
+        smaller = tuple(bucket for bucket in self._buckets if bucket < size)
+        if not smaller:
+            return
+        self._buckets = smaller
+        logger.warning(
+            "memory ran out as the step of %d rows was captured: at most %d rows will run at a "
+            "time (a lower --gpu-memory-utilization leaves more to graphs)",
+            size,
+            smaller[-1],
+        )

@@ -198,7 +198,9 @@ class Engine:
         self.preempt_all()  # after the records of the steps before it
         requests = [chunk.request for chunk in scheduled.chunks] or list(scheduled.decode)
         num_tokens = sum(chunk.num_tokens for chunk in scheduled.chunks)
-        if self._scheduler.limits.shrink(len(requests), num_tokens):
+        limits = self._scheduler.limits
+        limits.cap(self._pipeline.max_num_rows)
+        if limits.num_seqs < len(requests) or limits.shrink(len(requests), num_tokens):
             return
         (request,) = requests
         if request.has_ended:

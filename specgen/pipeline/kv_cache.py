@@ -58,6 +58,7 @@ def num_blocks_that_fit(
     activation_bytes: int,
     wanted: int,
     needed: int,
+    lookahead: int,
 ) -> int:
     """Size the cache from memory.
 
@@ -65,6 +66,7 @@ def num_blocks_that_fit(
         activation_bytes: The largest step's temporary tensors.
         wanted: Blocks that every slot at full length would use; more are useless.
         needed: Blocks of one row at full length; fewer are an error.
+        lookahead: Tokens of those blocks that are beyond the full length.
 
     Raises:
         EnvironmentProblem: not even one row at full length fits.
@@ -75,10 +77,12 @@ def num_blocks_that_fit(
     )
     num_blocks = min(wanted, available // bytes_per_block)
     if num_blocks < needed:
+        fitting = num_blocks * block_size - lookahead
+        shorter = f"give --max-model-len {fitting} or less, or lower" if fitting > 1 else "lower"
         raise EnvironmentProblem(
             f"the cache has room for {max(num_blocks, 0) * block_size} tokens, one row of "
             f"--max-model-len needs {needed * block_size}",
-            "lower --max-model-len, --max-num-seqs or --max-num-batched-tokens, "
+            f"{shorter} --max-num-seqs or --max-num-batched-tokens, "
             "or raise --gpu-memory-utilization",
         )
     return num_blocks

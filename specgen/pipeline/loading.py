@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -17,13 +17,21 @@ from specgen.models.target import TargetModel
 from specgen.models.weights import inspect_draft, load_draft, load_target
 from specgen.pipeline.block_manager import BlockManager
 from specgen.pipeline.cpu_threads import fit_cpu_threads
-from specgen.pipeline.cuda_graphs import DecodeGraphs
+from specgen.pipeline.cuda_graphs import CudaCapture, DecodeGraphs
 from specgen.pipeline.drafter import Drafter
 from specgen.pipeline.in_flight import InFlight
-from specgen.pipeline.kv_cache import CachedModel, KVCaches, allocate, num_blocks_that_fit
+from specgen.pipeline.kv_cache import (
+    CachedModel,
+    KVCaches,
+    allocate,
+    block_bytes,
+    cache_bytes,
+    num_blocks_that_fit,
+)
+from specgen.pipeline.memory_fit import check_num_seqs
 from specgen.pipeline.model_runner import ModelRunner
 from specgen.pipeline.rejection_sampler import RejectionSampler
-from specgen.pipeline.request_state import RequestState
+from specgen.pipeline.request_state import RequestState, bytes_per_row
 from specgen.pipeline.scheduler import Scheduler
 from specgen.pipeline.step_record import record_width
 from specgen.pipeline.tokenization import NoTokenizer, Tokenizer
@@ -59,6 +67,11 @@ class Pipeline:
     def max_num_waiting(self) -> int:
         """Rows to tokenise ahead, so that a free slot never waits for its prompt."""
         return 2 * self.config.max_num_seqs
+
+    @property
+    def max_num_rows(self) -> int:
+        """Rows that a decode step can hold."""
+        return self.config.max_num_seqs if self.graphs is None else self.graphs.max_num_rows
 
     def forget_graphs(self) -> None:
         """Drop captured graphs after a persistent tensor was replaced."""
@@ -213,17 +226,25 @@ def _assemble(
     # Drafts look ahead 2k positions past the last token a row may commit (see the scheduler).
     max_context_len = config.max_model_len + 2 * k + 1
     max_blocks = -(-max_context_len // block_size)
-    judged_by_ratio = draft_config is not None and config.draft_sample == "gumbel"
+    draft_logits_shape = None
+    if draft_config is not None and config.draft_sample == "gumbel":  # judged by their ratio
+        draft_logits_shape = (draft_config.draft_vocab_size, dtype)
+    models: list[CachedModel] = [target] if draft is None else [target, draft]
+    check_num_seqs(
+        config.max_num_seqs,
+        available=cache_bytes(device, config.gpu_memory_utilization),
+        bytes_per_row=bytes_per_row(max_blocks, k, draft_logits_shape),
+        step_bytes=lambda num_seqs: step_bytes(replace(config, max_num_seqs=num_seqs), target),
+        cache_bytes=(config.num_kv_blocks or max_blocks)
+        * sum(block_bytes(model, block_size, dtype) for model in models),
+    )
     state = RequestState(
         max_num_seqs=config.max_num_seqs,
         max_blocks=max_blocks,
         num_speculative_tokens=k,
         device=device,
-        draft_logits_shape=(draft_config.draft_vocab_size, dtype)
-        if draft_config is not None and judged_by_ratio
-        else None,
+        draft_logits_shape=draft_logits_shape,
     )
-    models: list[CachedModel] = [target] if draft is None else [target, draft]
     num_blocks = config.num_kv_blocks or num_blocks_that_fit(
         models,
         block_size=block_size,
@@ -233,6 +254,7 @@ def _assemble(
         activation_bytes=activation_bytes(config, target.config),
         wanted=config.max_num_seqs * max_blocks,
         needed=max_blocks,
+        lookahead=max_blocks * block_size - config.max_model_len,
     )
     caches = KVCaches(
         target=allocate(target, num_blocks, block_size, dtype, device),
@@ -250,7 +272,9 @@ def _assemble(
             block_size=block_size,
         )
     captured = config.cuda_graphs and target.capturable
-    graphs = DecodeGraphs(config.max_num_seqs, device) if captured else None
+    graphs = None
+    if captured:
+        graphs = DecodeGraphs(config.max_num_seqs, device, CudaCapture(device))
     runner = ModelRunner(
         target,
         caches.target,
@@ -293,6 +317,11 @@ def _assemble(
         graphs=graphs,
         kernel_backend=kernels.backend,
     )
+
+
+def step_bytes(config: ResolvedConfig, target: TargetModel) -> int:
+    """Device memory to keep free of the cache for temporaries; a CPU takes it as it needs it."""
+    return activation_bytes(config, target.config) if config.device == "cuda" else 0
 
 
 def activation_bytes(config: ResolvedConfig, model: ModelConfig) -> int:

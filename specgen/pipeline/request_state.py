@@ -20,6 +20,19 @@ from specgen.pipeline.uploads import pinned, upload
 _MIN_STOP_IDS = 8
 
 
+def bytes_per_row(
+    max_blocks: int,
+    num_speculative_tokens: int,
+    draft_logits_shape: tuple[int, torch.dtype] | None,
+) -> int:
+    """Bytes of one device row, of those tensors that grow with a setting."""
+    num_ints = max_blocks + num_speculative_tokens + _MIN_STOP_IDS
+    if draft_logits_shape is None:
+        return 4 * num_ints
+    vocab_size, dtype = draft_logits_shape
+    return 4 * num_ints + num_speculative_tokens * vocab_size * dtype.itemsize
+
+
 class RequestState:
     """Device rows of up to ``max_num_seqs`` requests.
 

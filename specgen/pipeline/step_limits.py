@@ -26,6 +26,11 @@ class StepLimits:
         """Whether less is allowed than was configured."""
         return self.num_seqs < self._max_num_seqs or self.num_tokens < self._max_num_tokens
 
+    def cap(self, max_num_seqs: int) -> None:
+        """Never again allow more rows than this."""
+        self._max_num_seqs = min(self._max_num_seqs, max_num_seqs)
+        self.num_seqs = min(self.num_seqs, max_num_seqs)
+
     def shrink(self, num_seqs: int, num_prefill_tokens: int) -> bool:
         """Halve what a step held that ran out of memory; False if it cannot be smaller.
 

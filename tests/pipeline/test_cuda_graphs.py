@@ -1,0 +1,88 @@
+"""Buckets, what is uploaded, and what happens without memory; the capture itself needs a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+import torch
+
+from specgen.pipeline.cuda_graphs import DecodeGraphs, DecodeStep, batch_buckets
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 8, 15, 16, 17, 64, 100, 256, 1024])
+def test_buckets_rise_to_the_largest_batch_with_bounded_padding(max_num_seqs: int) -> None:
+    buckets = batch_buckets(max_num_seqs)
+    assert buckets[-1] == max_num_seqs
+    assert list(buckets) == sorted(set(buckets))
+    for smaller, larger in pairwise(buckets):
+        assert larger <= 2 * smaller
+    assert len(buckets) <= 20
+
+
+def repeat(slots: torch.Tensor, step: DecodeStep) -> tuple[Callable[[], None], torch.Tensor]:
+    """Like a graph: runs the step on the same slots again and overwrites the same record."""
+    record = step(slots)
+
+    def replay() -> None:
+        record.copy_(step(slots))
+
+    return replay, record
+
+
+def echo(slots: torch.Tensor) -> torch.Tensor:
+    return slots[:, None].clone()
+
+
+def test_a_batch_is_padded_to_its_bucket_and_a_graph_serves_all_batches_of_it() -> None:
+    graphs = DecodeGraphs(16, CPU, repeat)
+    for slots in ([4, 2, 9], [4, 2, 9], [9, 4], [1, 2, 3, 4], [3], [4, 2, 9], [5, 6, 7]):
+        record = graphs.run(slots, "plain", echo)
+        size = graphs.bucket(len(slots))
+        assert record[:, 0].tolist() == slots + [-1] * (size - len(slots))
+
+
+def test_variants_do_not_share_a_graph() -> None:
+    graphs = DecodeGraphs(4, CPU, repeat)
+    assert graphs.run([1], 0, echo)[0, 0] == 1
+    assert graphs.run([1], 1, lambda slots: echo(slots) + 10)[0, 0] == 11
+    assert graphs.run([1], 0, echo)[0, 0] == 1
+
+
+def test_what_is_forgotten_is_captured_again() -> None:
+    graphs = DecodeGraphs(4, CPU, repeat)
+    graphs.run([3, 1], 0, echo)
+    graphs.clear()
+    assert graphs.run([3, 1], 0, lambda slots: echo(slots) + 5)[:, 0].tolist() == [8, 6]
+
+
+def test_memory_that_runs_out_lowers_the_largest_bucket_and_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def crowded(slots: torch.Tensor, step: DecodeStep) -> tuple[Callable[[], None], torch.Tensor]:
+        if slots.numel() > 8:
+            raise torch.OutOfMemoryError("injected")
+        return repeat(slots, step)
+
+    graphs = DecodeGraphs(32, CPU, crowded)
+    for num_rows, left in ((20, 16), (16, 8)):
+        with pytest.raises(torch.OutOfMemoryError):
+            graphs.run(list(range(num_rows)), 0, echo)
+        assert graphs.max_num_rows == left
+        assert f"at most {left} rows" in caplog.messages[-1]
+    assert len(graphs.run(list(range(8)), 0, echo)) == 8
+
+
+def test_the_smallest_bucket_is_never_given_up(caplog: pytest.LogCaptureFixture) -> None:
+    def full(slots: torch.Tensor, step: DecodeStep) -> tuple[Callable[[], None], torch.Tensor]:
+        raise torch.OutOfMemoryError("injected")
+
+    graphs = DecodeGraphs(4, CPU, full)
+    for _ in range(3):
+        with pytest.raises(torch.OutOfMemoryError):
+            graphs.run([0], 0, echo)
+    assert graphs.max_num_rows == 4
+    assert not caplog.messages
