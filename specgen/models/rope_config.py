@@ -79,6 +79,8 @@ def parse_rope(
     key = "rope_parameters" if reader.get("rope_parameters") is not None else "rope_scaling"
     rope = reader.section(key)
     rope_type = rope.get("rope_type") or rope.get("type") or "default"
+    if not isinstance(rope_type, str):
+        raise rope.error("rope_type", rope_type, f"one of {', '.join(_TYPES)}")
     rope_type = _OLD_NAMES.get(rope_type, rope_type)
     if rope_type not in _TYPES:
         raise NotNativeError(
@@ -94,6 +96,8 @@ def parse_rope(
     base = theta or rope.positive_float(
         "rope_theta", reader.positive_float("rope_theta", default_theta)
     )
+    if base <= 1.0:
+        raise rope.error("rope_theta", base, "above 1")
     if rope_type == "default":
         return RopeConfig(theta=base)
     if rope_type == "linear":
@@ -109,6 +113,8 @@ def parse_rope(
     original = rope.positive_int("original_max_position_embeddings", own)
     if reader.get("original_max_position_embeddings") is not None:
         original = own  # the key at the top wins, as in transformers
+    if original < 2:
+        raise rope.error("original_max_position_embeddings", original, "at least 2")
     options: dict[str, Any] = {"theta": base, "original_max_position_embeddings": original}
     if rope_type == "llama3":
         low, high = rope.positive_float("low_freq_factor"), rope.positive_float("high_freq_factor")

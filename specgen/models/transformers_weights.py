@@ -97,8 +97,10 @@ def fill_from_checkpoint(
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are in the report, and an error below
         )
-    except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
-        reason = " ".join(str(error).split())[:500]
+    except (ModelError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # anything at all comes out of a configuration that is amiss
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]
         raise ModelError(f"{path}: transformers cannot load it: {reason}") from error
     _check_report(path, report)
     return model

@@ -41,7 +41,7 @@ class Tokenizer:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(
                 directory, trust_remote_code=trust_remote_code, local_files_only=True
             )
-        except (OSError, ValueError, KeyError, ImportError) as error:
+        except Exception as error:  # anything at all comes out of files that are amiss
             raise ModelError(
                 f"{directory}: no usable tokenizer: {' '.join(str(error).split())}",
                 "give a directory with tokenizer files in --tokenizer",
