@@ -19,6 +19,8 @@ KERNEL_MODULES = (
     "logits",
     "rejection",
     "attention",
+    "packed_attention",
+    "linear",
     "norm",
     "rotary",
     "activation",
@@ -38,6 +40,8 @@ class Kernels:
     logits: Any
     rejection: Any
     attention: Any
+    packed_attention: Any
+    linear: Any
     norm: Any
     rotary: Any
     activation: Any

@@ -7,9 +7,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specgen.kernels.overlap import enter, overlap_options
+
 
 @triton.jit
-def _silu_mul_kernel(gate_up_ptr, out_ptr, width, stride, BLOCK: tl.constexpr):
+def _silu_mul_kernel(
+    gate_up_ptr, out_ptr, width, stride, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+):
+    enter(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < width
@@ -37,5 +42,8 @@ def silu_mul(gate_up: Tensor) -> Tensor:
         return out
     block = min(1024, triton.next_power_of_2(width))
     grid = (num_tokens, triton.cdiv(width, block))
-    _silu_mul_kernel[grid](gate_up, out, width, gate_up.stride(0), BLOCK=block, num_warps=4)
+    options = overlap_options(gate_up)
+    _silu_mul_kernel[grid](
+        gate_up, out, width, gate_up.stride(0), BLOCK=block, num_warps=4, **options
+    )
     return out

@@ -11,46 +11,23 @@ device.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from specgen.kernels.batch_types import SharedPrefix
+from specgen.kernels.online_softmax import load_block_ids, soft_cap, softmax_step
+from specgen.kernels.overlap import enter, overlap_options
 from specgen.kernels.products import dot
+from specgen.kernels.shared_attention import attend_to_shared, num_shared_splits
 
 _LOG2E = 1.4426950408889634
-_DECODE_PROGRAMS = 1024  # enough to fill a large GPU several times over, so that long rows balance
-_MIN_SPLIT = 256  # keys of the host bound a split is worth
+_DECODE_PROGRAMS = 528  # four for each multiprocessor of a large GPU
+_MIN_SPLIT = 64  # keys of the host bound a split is worth
 _MAX_SPLITS = 64
-
-
-@triton.jit
-def _load_block_ids(table_ptr, key_positions, valid, num_columns, BLOCK_SIZE: tl.constexpr):
-    """Cache blocks (int64) of the key positions of one row; 0 where not valid."""
-    columns = key_positions // BLOCK_SIZE
-    return tl.load(table_ptr + columns, mask=valid & (columns < num_columns), other=0).to(tl.int64)
-
-
-@triton.jit
-def _soft_cap(scores, cap_log2):
-    """cap * tanh(scores / cap), everything in units of log2(e)."""
-    # tanh(x) = 1 - 2 / (1 + exp(2x)): right at both ends, where the exponential is 0 or infinite.
-    ratio = scores / cap_log2
-    return cap_log2 * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * ratio)))
-
-
-@triton.jit
-def _softmax_step(scores, values, running_max, running_sum, acc, WIDEN: tl.constexpr):
-    """One step of the online softmax, base 2. Rows that saw nothing keep a maximum of -inf."""
-    new_max = tl.maximum(running_max, tl.max(scores, axis=1))
-    # exp2(-inf - -inf) is NaN: rows without a visible key use 0 as their reference.
-    reference = tl.where(new_max == float("-inf"), 0.0, new_max)
-    weights = tl.exp2(scores - reference[:, None])
-    decay = tl.exp2(running_max - reference)
-    running_sum = running_sum * decay + tl.sum(weights, axis=1)
-    acc = acc * decay[:, None]
-    acc = dot(weights.to(values.dtype), values, acc, WIDEN)
-    return new_max, running_sum, acc
 
 
 @triton.jit
@@ -62,6 +39,8 @@ def _decode_kernel(
     slot_ids_ptr,
     first_positions_ptr,
     context_lens_ptr,
+    shared_length_ptr,
+    shared_members_ptr,
     out_ptr,
     part_acc_ptr,
     part_max_ptr,
@@ -82,15 +61,20 @@ def _decode_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
+    HAS_SHARED: tl.constexpr,
     WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     WIDEN: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    kv_head = tl.program_id(1)
+    enter(OVERLAP)
+    # The heads of a row run side by side: what they read of a token is one piece of memory.
+    kv_head = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
 
@@ -118,6 +102,9 @@ def _decode_kernel(
     oldest = 0
     if WINDOW > 0:  # nothing before the first query's window is read
         oldest = (tl.maximum(first - WINDOW + 1, 0) // BLOCK_N) * BLOCK_N
+    if HAS_SHARED:  # another kernel attends to what the row shares
+        member = tl.load(shared_members_ptr + slot) != 0
+        oldest = tl.where(member, tl.load(shared_length_ptr), 0)
     num_blocks = (tl.maximum(context - oldest, 0) + BLOCK_N - 1) // BLOCK_N
     chunk = ((num_blocks + NUM_SPLITS - 1) // NUM_SPLITS) * BLOCK_N
     begin = oldest + split * chunk
@@ -132,7 +119,7 @@ def _decode_kernel(
     for start in range(begin, end, BLOCK_N):
         keys = start + tl.arange(0, BLOCK_N)
         valid = keys < end
-        blocks = _load_block_ids(table_ptr, keys, valid, num_columns, BLOCK_SIZE)
+        blocks = load_block_ids(table_ptr, keys, valid, num_columns, BLOCK_SIZE)
         offsets = keys % BLOCK_SIZE
         kv_mask = valid[:, None] & d_mask[None, :]
         k_offsets = blocks * k_block_stride + offsets * k_token_stride
@@ -140,23 +127,23 @@ def _decode_kernel(
         scores = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
         scores = dot(q, tl.trans(k), scores, WIDEN) * scale_log2
         if HAS_SOFTCAP:
-            scores = _soft_cap(scores, cap_log2)
+            scores = soft_cap(scores, cap_log2)
         visible = valid[None, :] & (keys[None, :] <= first + query[:, None])
         if WINDOW > 0:
             visible = visible & (keys[None, :] > first + query[:, None] - WINDOW)
         scores = tl.where(visible, scores, float("-inf"))
         v_offsets = blocks * v_block_stride + offsets * v_token_stride
         v = tl.load(v_base + v_offsets[:, None] + d[None, :], mask=kv_mask, other=0.0)
-        running_max, running_sum, acc = _softmax_step(
+        running_max, running_sum, acc = softmax_step(
             scores, v, running_max, running_sum, acc, WIDEN
         )
 
-    if NUM_SPLITS == 1:
+    if NUM_PARTS == 1:
         divisor = tl.where(running_sum != 0, running_sum, 1.0)
         result = (acc / divisor[:, None]).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + q_offsets, result, mask=q_mask)
     else:
-        part_rows = q_rows * NUM_SPLITS + split
+        part_rows = q_rows * NUM_PARTS + split
         tl.store(part_max_ptr + part_rows, running_max, mask=m_mask)
         tl.store(part_sum_ptr + part_rows, running_sum, mask=m_mask)
         # An empty split stores nothing more: the join does not read what has no weight.
@@ -171,15 +158,17 @@ def _join_kernel(
     part_sum_ptr,
     out_ptr,
     HEAD_DIM: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
-    SPLITS_PAD: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
+    PARTS_PAD: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    enter(OVERLAP)
     row = tl.program_id(0).to(tl.int64)  # of [B * Q * Hq]
-    split = tl.arange(0, SPLITS_PAD)
+    part = tl.arange(0, PARTS_PAD)
     d = tl.arange(0, BLOCK_D)
-    mask = split < NUM_SPLITS
-    part_rows = row * NUM_SPLITS + split
+    mask = part < NUM_PARTS
+    part_rows = row * NUM_PARTS + part
     part_sum = tl.load(part_sum_ptr + part_rows, mask=mask, other=0.0)
     part_max = tl.load(part_max_ptr + part_rows, mask=mask, other=float("-inf"))
     used = part_sum != 0  # NaN counts: a broken row must not look like an empty one
@@ -229,7 +218,9 @@ def _prefill_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     WIDEN: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    enter(OVERLAP)
     tile = tl.program_id(0)
     head = tl.program_id(1)
     row = tl.program_id(2)
@@ -277,7 +268,7 @@ def _prefill_kernel(
             for start in range(begin, end, BLOCK_N):
                 keys = start + tl.arange(0, BLOCK_N)
                 valid = keys < end
-                blocks = _load_block_ids(table_ptr, keys, valid, num_columns, BLOCK_SIZE)
+                blocks = load_block_ids(table_ptr, keys, valid, num_columns, BLOCK_SIZE)
                 offsets = keys % BLOCK_SIZE
                 kv_mask = valid[:, None] & d_mask[None, :]
                 k_offsets = blocks * k_block_stride + offsets * k_token_stride
@@ -285,19 +276,43 @@ def _prefill_kernel(
                 scores = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
                 scores = dot(q, tl.trans(k), scores, WIDEN) * scale_log2
                 if HAS_SOFTCAP:
-                    scores = _soft_cap(scores, cap_log2)
+                    scores = soft_cap(scores, cap_log2)
                 visible = valid[None, :] & (keys[None, :] <= first + m[:, None])
                 if WINDOW > 0:
                     visible = visible & (keys[None, :] > first + m[:, None] - WINDOW)
                 scores = tl.where(visible, scores, float("-inf"))
                 v_offsets = blocks * v_block_stride + offsets * v_token_stride
                 v = tl.load(v_base + v_offsets[:, None] + d[None, :], mask=kv_mask, other=0.0)
-                running_max, running_sum, acc = _softmax_step(
+                running_max, running_sum, acc = softmax_step(
                     scores, v, running_max, running_sum, acc, WIDEN
                 )
             divisor = tl.where(running_sum != 0, running_sum, 1.0)
             result = (acc / divisor[:, None]).to(out_ptr.dtype.element_ty)
             tl.store(out_ptr + q_offsets, result, mask=q_mask)
+
+
+class DecodeCut(NamedTuple):
+    """How decode is cut: programs a row and head, keys a step, warps, and stages of loads."""
+
+    splits: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+def _cut_decode(
+    batch: int, num_kv_heads: int, num_queries: int, group: int, head_dim: int, element_size: int
+) -> DecodeCut:
+    block_m = max(16, triton.next_power_of_2(num_queries * group))
+    block_d = max(16, triton.next_power_of_2(head_dim))
+    # Small steps with many loads in flight read fastest where they fit the fast memory.
+    is_small = block_d * element_size <= 256
+    return DecodeCut(
+        splits=max(1, _DECODE_PROGRAMS // (batch * num_kv_heads)),
+        block_n=32 if is_small else _block_n(block_d, element_size),
+        num_warps=8 if block_m * block_d >= 8192 else 4,
+        num_stages=6 if is_small else 3,
+    )
 
 
 def _block_n(head_dim: int, element_size: int) -> int:
@@ -317,6 +332,7 @@ def decode_attention(
     max_context_len: int,
     window: int = 0,
     softcap: float = 0.0,
+    shared: SharedPrefix | None = None,
 ) -> Tensor:
     """Attention of a few consecutive queries a row over the row's cached context.
 
@@ -336,6 +352,8 @@ def decode_attention(
         max_context_len: host bound on `context_lens`.
         window: keys a query sees at most; 0 (or less): all.
         softcap: scores s become softcap * tanh(s / softcap); 0: they stay.
+        shared: blocks that members read in place of the first ones of their tables, before their
+            first query's position; only without a window.
 
     Returns:
         `[B, Q, Hq, D]` in the dtype of q; zeros where a query has nothing to see.
@@ -346,18 +364,37 @@ def decode_attention(
     out = torch.empty_like(q)
     if out.numel() == 0:
         return out
-    splits = triton.cdiv(_DECODE_PROGRAMS, batch * num_kv_heads)
+    group = num_heads // num_kv_heads
+    cut = _cut_decode(batch, num_kv_heads, num_queries, group, head_dim, q.element_size())
     reach = min(max_context_len, window + num_queries) if window > 0 else max_context_len
-    splits = max(1, min(splits, reach // _MIN_SPLIT, _MAX_SPLITS))
+    splits = max(1, min(cut.splits, reach // _MIN_SPLIT, _MAX_SPLITS))
+    shared_splits = 0
+    if shared is not None:
+        shared_splits = num_shared_splits(batch * num_queries * group, num_kv_heads)
+    num_parts = splits + shared_splits
     rows = batch * num_queries * num_heads
     part_acc = part_max = part_sum = out
-    if splits > 1:
-        part_acc = torch.empty((rows, splits, head_dim), dtype=torch.float32, device=q.device)
-        part_max = torch.empty((rows, splits), dtype=torch.float32, device=q.device)
-        part_sum = torch.empty((rows, splits), dtype=torch.float32, device=q.device)
-    block_m = max(16, triton.next_power_of_2(num_queries * (num_heads // num_kv_heads)))
+    if num_parts > 1:
+        part_acc = torch.empty((rows, num_parts, head_dim), dtype=torch.float32, device=q.device)
+        part_max = torch.empty((rows, num_parts), dtype=torch.float32, device=q.device)
+        part_sum = torch.empty((rows, num_parts), dtype=torch.float32, device=q.device)
     block_d = max(16, triton.next_power_of_2(head_dim))
-    _decode_kernel[(batch, num_kv_heads, splits)](
+    if shared is not None:
+        attend_to_shared(
+            q,
+            k_cache,
+            v_cache,
+            slot_ids,
+            shared,
+            part_acc,
+            part_max,
+            part_sum,
+            scale * _LOG2E,
+            softcap * _LOG2E,
+            splits,
+            shared_splits,
+        )
+    _decode_kernel[(num_kv_heads, batch, splits)](
         q,
         k_cache,
         v_cache,
@@ -365,6 +402,8 @@ def decode_attention(
         slot_ids,
         first_positions,
         context_lens,
+        None if shared is None else shared.length,
+        None if shared is None else shared.members.view(torch.uint8),
         out,
         part_acc,
         part_max,
@@ -385,26 +424,30 @@ def decode_attention(
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
         NUM_SPLITS=splits,
+        NUM_PARTS=num_parts,
+        HAS_SHARED=shared is not None,
         WINDOW=max(window, 0),
         HAS_SOFTCAP=softcap > 0,
-        BLOCK_M=block_m,
-        BLOCK_N=_block_n(block_d, q.element_size()),
+        BLOCK_M=max(16, triton.next_power_of_2(num_queries * group)),
+        BLOCK_N=cut.block_n,
         BLOCK_D=block_d,
         WIDEN=not q.is_cuda,
-        num_warps=8 if block_m * block_d >= 8192 else 4,
-        num_stages=3,
+        num_warps=cut.num_warps,
+        num_stages=cut.num_stages,
+        **overlap_options(q),
     )
-    if splits > 1:
+    if num_parts > 1:
         _join_kernel[(rows,)](
             part_acc,
             part_max,
             part_sum,
             out,
             HEAD_DIM=head_dim,
-            NUM_SPLITS=splits,
-            SPLITS_PAD=triton.next_power_of_2(splits),
+            NUM_PARTS=num_parts,
+            PARTS_PAD=triton.next_power_of_2(num_parts),
             BLOCK_D=block_d,
-            num_warps=4 if splits > 8 else 1,
+            num_warps=4 if num_parts > 8 else 1,
+            **overlap_options(q),
         )
     return out
 
@@ -494,5 +537,6 @@ def prefill_attention(
         WIDEN=not q.is_cuda,
         num_warps=8 if block_m * block_d >= 8192 else 4,
         num_stages=3,
+        **overlap_options(q),
     )
     return out

@@ -70,3 +70,17 @@ class CommitResult(NamedTuple):
     """int32 `[B]`: tokens appended to the row; 0 on inert and failed rows."""
     finish: Tensor
     """int32 `[B]`: `RUNNING`, `FINISH_STOP`, `FINISH_LENGTH` or `FINISH_ERROR`."""
+
+
+class SharedPrefix(NamedTuple):
+    """Leading cache blocks that several rows of a batch have in common.
+
+    All of it is on the device and persists, so that a captured step follows its changes.
+    """
+
+    block_ids: Tensor
+    """int32 `[MB]`, of which the first `length / block_size` count."""
+    length: Tensor
+    """int32 `[1]`, tokens in those blocks, a multiple of the block size; 0: nothing is shared."""
+    members: Tensor
+    """bool `[S]`: whether the row of a slot begins with these blocks."""

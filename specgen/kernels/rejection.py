@@ -14,10 +14,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specgen.kernels.overlap import enter, overlap_options
 from specgen.kernels.rng import address_words, range_gumbel, word_uniform
 from specgen.kernels.streams import ACCEPT, GREEDY_TEMPERATURE, TARGET
 
 _BLOCK = 1024
+_STATS_BLOCK = 4096
+_SCORE_BLOCKS_EACH = 4  # of large batches: programs of greedy rows end at once and should be few
+_SMALL_BATCH = 16
+_LOG2E = tl.constexpr(1.4426950408889634)
 _GREEDY = tl.constexpr(GREEDY_TEMPERATURE)
 _NO_ID = tl.constexpr((1 << 31) - 1)
 _ACCEPT = tl.constexpr(ACCEPT)
@@ -40,8 +45,10 @@ def _softmax_blocks_kernel(
     HAS_SLOTS: tl.constexpr,
     HAS_THRESHOLDS: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Write block maximum (+inf: the block holds NaN or +inf), its id, and the kept sum."""
+    enter(OVERLAP)
     b = tl.program_id(0)
     i = tl.program_id(1)
     block = tl.program_id(2)
@@ -53,23 +60,22 @@ def _softmax_blocks_kernel(
     offs = block * BLOCK + tl.arange(0, BLOCK)
     row_ptr = logits_ptr + row.to(tl.int64) * stride_row + i.to(tl.int64) * stride_step
     x = tl.load(row_ptr + offs, mask=offs < V, other=float("-inf")).to(tl.float32)
-    invalid = (x != x) | (x == float("inf"))
-    num_invalid = tl.sum(invalid.to(tl.int32), axis=0)
-    x = tl.where(invalid, float("-inf"), x)
+    # Every instruction counts here: NaN becomes +inf, whose block ends the row, whatever its sum.
+    x = tl.where(x < float("inf"), x, float("inf"))
     block_max = tl.max(x, axis=0)
     argmax = tl.min(tl.where(x == block_max, offs, _NO_ID), axis=0)
 
     temperature = tl.load(temperature_ptr + b)
-    temperature = tl.where(temperature < _GREEDY, 1.0, temperature)
-    kept = x > float("-inf")
+    scale_log2 = _LOG2E / tl.where(temperature < _GREEDY, 1.0, temperature)
+    base = tl.where(block_max == float("-inf"), 0.0, block_max)
+    weights = tl.exp2((x - base) * scale_log2)  # 0 at -inf
     step = b * tl.num_programs(1) + i
     if HAS_THRESHOLDS:
-        kept = kept & (x >= tl.load(thresholds_ptr + step))
-    base = tl.where(block_max == float("-inf"), 0.0, block_max)
-    total = tl.sum(tl.where(kept, tl.exp((x - base) / temperature), 0.0), axis=0)
+        weights = tl.where(x >= tl.load(thresholds_ptr + step), weights, 0.0)
+    total = tl.sum(weights, axis=0)
 
     at = step.to(tl.int64) * tl.num_programs(2) + block
-    tl.store(max_ptr + at, tl.where(num_invalid > 0, float("inf"), block_max))
+    tl.store(max_ptr + at, block_max)
     tl.store(sum_ptr + at, total)
     tl.store(argmax_ptr + at, argmax)
 
@@ -140,8 +146,10 @@ def _judge_kernel(
     HAS_SYNTHETIC: tl.constexpr,
     BLOCKS: tl.constexpr,
     DRAFT_BLOCKS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Judge the drafts of one request; write tau and the softmax statistics of row tau."""
+    enter(OVERLAP)
     b = tl.program_id(0)
     num_drafts = tl.load(num_drafts_ptr + b)
     if num_drafts < 0:
@@ -251,15 +259,18 @@ def _score_blocks_kernel(
     residual_token_ptr,
     V,
     Vd,
+    num_blocks,
     K: tl.constexpr,
     HAS_DRAFT_LOGITS: tl.constexpr,
     HAS_DRAFT_IDS: tl.constexpr,
     HAS_THRESHOLDS: tl.constexpr,
     BLOCK: tl.constexpr,
+    BLOCKS_EACH: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    """Write the best score and its id of one block of row tau, for p and for the residual."""
+    """Write best score and its id of some blocks of row tau, for p and for the residual."""
+    enter(OVERLAP)
     b = tl.program_id(0)
-    block = tl.program_id(1)
     num_drafts = tl.load(num_drafts_ptr + b)
     if num_drafts < 0:
         return
@@ -270,55 +281,59 @@ def _score_blocks_kernel(
         return
     tau = tl.load(tau_ptr + b)
     row_max = tl.load(stats_ptr + b * 4)
-    start = block * BLOCK
-    offs = start + tl.arange(0, BLOCK)
-    in_vocab = offs < V
     row_ptr = logits_ptr + b.to(tl.int64) * stride_row + tau.to(tl.int64) * stride_step
-    x = tl.load(row_ptr + offs, mask=in_vocab, other=float("-inf")).to(tl.float32)
-    kept = x > float("-inf")
-    if HAS_THRESHOLDS:
-        kept = kept & (x >= tl.load(thresholds_ptr + b * (K + 1) + tau))
-    scaled = tl.where(kept, (x - row_max) / temperature, float("-inf"))
-
     seed = tl.load(seeds_ptr + b)
     position = tl.load(first_positions_ptr + b) + tau
     sample = tl.load(sample_ptr + b)
-    noise = range_gumbel(seed, start, position, _TARGET, sample, BLOCK)
-    score = scaled + noise
-    at = b * tl.num_programs(1) + block
-    best = tl.max(score, axis=0)
-    tl.store(target_score_ptr + at, best)
-    tl.store(target_token_ptr + at, tl.min(tl.where(score == best, offs, _NO_ID), axis=0))
+    first_block = tl.program_id(1) * BLOCKS_EACH
+    for block in range(first_block, tl.minimum(first_block + BLOCKS_EACH, num_blocks)):
+        start = block * BLOCK
+        offs = start + tl.arange(0, BLOCK)
+        in_vocab = offs < V
+        x = tl.load(row_ptr + offs, mask=in_vocab, other=float("-inf")).to(tl.float32)
+        kept = x > float("-inf")
+        if HAS_THRESHOLDS:
+            kept = kept & (x >= tl.load(thresholds_ptr + b * (K + 1) + tau))
+        scaled = tl.where(kept, (x - row_max) / temperature, float("-inf"))
 
-    if K > 0:
-        draft_row = tl.minimum(tau, K - 1)
-        if HAS_DRAFT_LOGITS:
-            p = tl.exp(scaled) / tl.load(stats_ptr + b * 4 + 1)
-            draft_max = tl.load(stats_ptr + b * 4 + 2)
-            draft_total = tl.load(stats_ptr + b * 4 + 3)
-            slot = tl.load(slot_ids_ptr + b)
-            draft_ids = offs
-            if HAS_DRAFT_IDS:
-                draft_ids = tl.load(draft_ids_ptr + offs, mask=in_vocab, other=-1)
-            inside = in_vocab & (draft_ids >= 0) & (draft_ids < Vd)
-            draft_ptr = (
-                draft_logits_ptr
-                + slot.to(tl.int64) * stride_slot
-                + draft_row.to(tl.int64) * stride_draft
+        noise = range_gumbel(seed, start, position, _TARGET, sample, BLOCK)
+        score = scaled + noise
+        at = b * num_blocks + block
+        best = tl.max(score, axis=0)
+        tl.store(target_score_ptr + at, best)
+        tl.store(target_token_ptr + at, tl.min(tl.where(score == best, offs, _NO_ID), axis=0))
+
+        if K > 0:
+            draft_row = tl.minimum(tau, K - 1)
+            if HAS_DRAFT_LOGITS:
+                p = tl.exp(scaled) / tl.load(stats_ptr + b * 4 + 1)
+                draft_max = tl.load(stats_ptr + b * 4 + 2)
+                draft_total = tl.load(stats_ptr + b * 4 + 3)
+                slot = tl.load(slot_ids_ptr + b)
+                draft_ids = offs
+                if HAS_DRAFT_IDS:
+                    draft_ids = tl.load(draft_ids_ptr + offs, mask=in_vocab, other=-1)
+                inside = in_vocab & (draft_ids >= 0) & (draft_ids < Vd)
+                draft_ptr = (
+                    draft_logits_ptr
+                    + slot.to(tl.int64) * stride_slot
+                    + draft_row.to(tl.int64) * stride_draft
+                )
+                draft_x = tl.load(draft_ptr + draft_ids, mask=inside, other=float("-inf"))
+                draft_x = draft_x.to(tl.float32)
+                q = tl.exp((draft_x - draft_max) / temperature) / draft_total
+                weight = p - tl.where(inside, q, 0.0)
+                positive = weight > 0.0
+                log_weight = tl.log(tl.where(positive, weight, 1.0))
+                residual = tl.where(positive, log_weight + noise, float("-inf"))
+            else:
+                draft_token = tl.load(draft_tokens_ptr + b * K + draft_row)
+                residual = tl.where(offs == draft_token, float("-inf"), score)
+            best = tl.max(residual, axis=0)
+            tl.store(residual_score_ptr + at, best)
+            tl.store(
+                residual_token_ptr + at, tl.min(tl.where(residual == best, offs, _NO_ID), axis=0)
             )
-            draft_x = tl.load(draft_ptr + draft_ids, mask=inside, other=float("-inf"))
-            draft_x = draft_x.to(tl.float32)
-            q = tl.exp((draft_x - draft_max) / temperature) / draft_total
-            weight = p - tl.where(inside, q, 0.0)
-            positive = weight > 0.0
-            log_weight = tl.log(tl.where(positive, weight, 1.0))
-            residual = tl.where(positive, log_weight + noise, float("-inf"))
-        else:
-            draft_token = tl.load(draft_tokens_ptr + b * K + draft_row)
-            residual = tl.where(offs == draft_token, float("-inf"), score)
-        best = tl.max(residual, axis=0)
-        tl.store(residual_score_ptr + at, best)
-        tl.store(residual_token_ptr + at, tl.min(tl.where(residual == best, offs, _NO_ID), axis=0))
 
 
 @triton.jit
@@ -352,8 +367,10 @@ def _emit_kernel(
     HAS_SYNTHETIC: tl.constexpr,
     BLOCKS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Write tokens, their number and ok of one request."""
+    enter(OVERLAP)
     b = tl.program_id(0)
     columns = tl.arange(0, COLUMNS)
     num_drafts = tl.load(num_drafts_ptr + b)
@@ -444,7 +461,8 @@ def rejection_sample(
         draft_stats = _softmax_blocks(
             draft_logits, k, slot_ids, num_draft_tokens, temperature, None
         )
-    num_draft_blocks = triton.cdiv(draft_vocab, _BLOCK)
+    num_stats_blocks = triton.cdiv(vocab_size, _STATS_BLOCK)
+    num_draft_blocks = triton.cdiv(draft_vocab, _STATS_BLOCK)
 
     tau = torch.empty((batch,), dtype=torch.int32, device=device)
     argmax = torch.empty((batch,), dtype=torch.int32, device=device)
@@ -477,22 +495,24 @@ def rejection_sample(
         good,
         vocab_size,
         draft_vocab,
-        num_blocks,
+        num_stats_blocks,
         num_draft_blocks,
         K=k,
         HAS_DRAFT_LOGITS=draft_logits is not None,
         HAS_DRAFT_IDS=draft_ids is not None,
         HAS_THRESHOLDS=has_thresholds,
         HAS_SYNTHETIC=synthetic_rates is not None,
-        BLOCKS=blocks,
+        BLOCKS=triton.next_power_of_2(num_stats_blocks),
         DRAFT_BLOCKS=triton.next_power_of_2(max(num_draft_blocks, 1)),
         num_warps=1,
+        **overlap_options(target_logits),
     )
     target_score = torch.empty((batch, num_blocks), dtype=torch.float32, device=device)
     target_token = torch.empty((batch, num_blocks), dtype=torch.int32, device=device)
     residual_score = torch.empty((batch, num_blocks), dtype=torch.float32, device=device)
     residual_token = torch.empty((batch, num_blocks), dtype=torch.int32, device=device)
-    _score_blocks_kernel[(batch, num_blocks)](
+    blocks_each = 1 if batch <= _SMALL_BATCH else _SCORE_BLOCKS_EACH
+    _score_blocks_kernel[(batch, triton.cdiv(num_blocks, blocks_each))](
         *inputs,
         tau,
         row_stats,
@@ -503,11 +523,14 @@ def rejection_sample(
         residual_token,
         vocab_size,
         draft_vocab,
+        num_blocks,
         K=k,
         HAS_DRAFT_LOGITS=draft_logits is not None,
         HAS_DRAFT_IDS=draft_ids is not None,
         HAS_THRESHOLDS=has_thresholds,
         BLOCK=_BLOCK,
+        BLOCKS_EACH=blocks_each,
+        **overlap_options(target_logits),
     )
     _emit_kernel[(batch,)](
         draft_tokens,
@@ -529,6 +552,7 @@ def rejection_sample(
         BLOCKS=blocks,
         COLUMNS=triton.next_power_of_2(num_steps),
         num_warps=1,
+        **overlap_options(target_logits),
     )
     return tokens, num_sampled, ok.view(torch.bool)
 
@@ -543,7 +567,7 @@ def _softmax_blocks(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return block maximum, kept sum and argmax, each ``[B, num_steps, num_blocks]``."""
     batch, vocab_size = num_drafts.shape[0], logits.shape[-1]
-    num_blocks = triton.cdiv(vocab_size, _BLOCK)
+    num_blocks = triton.cdiv(vocab_size, _STATS_BLOCK)
     shape = (batch, num_steps, num_blocks)
     block_max = torch.empty(shape, dtype=torch.float32, device=logits.device)
     block_sum = torch.empty(shape, dtype=torch.float32, device=logits.device)
@@ -562,6 +586,7 @@ def _softmax_blocks(
         vocab_size,
         HAS_SLOTS=slot_ids is not None,
         HAS_THRESHOLDS=thresholds is not None,
-        BLOCK=_BLOCK,
+        BLOCK=_STATS_BLOCK,
+        **overlap_options(logits),
     )
     return block_max, block_sum, block_argmax

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specgen.kernels.overlap import enter, overlap_options
+
 
 @triton.jit
 def _rotary_write_cache_kernel(
@@ -17,6 +19,7 @@ def _rotary_write_cache_kernel(
     q_out_ptr,
     k_cache_ptr,
     v_cache_ptr,
+    keys_out_ptr,
     max_pos,
     qkv_stride,
     k_block_stride,
@@ -31,7 +34,10 @@ def _rotary_write_cache_kernel(
     BLOCK_SIZE: tl.constexpr,
     HEADS_PAD: tl.constexpr,
     HALF_PAD: tl.constexpr,
+    HAS_KEYS_OUT: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    enter(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, HEADS_PAD)[:, None]  # queries, then keys, then values
     i = tl.arange(0, HALF_PAD)[None, :]
@@ -68,6 +74,12 @@ def _rotary_write_cache_kernel(
     tl.store(target, rotated_first.to(cache_dtype), mask=is_key)
     tl.store(target + HALF, rotated_second.to(cache_dtype), mask=is_key)
 
+    if HAS_KEYS_OUT:
+        in_order = mask & (k_head >= 0) & (k_head < NUM_KV_HEADS)
+        target = keys_out_ptr + (token * NUM_KV_HEADS + k_head) * (2 * HALF) + i
+        tl.store(target, rotated_first, mask=in_order)
+        tl.store(target + HALF, rotated_second, mask=in_order)
+
     v_head = k_head - NUM_KV_HEADS
     is_value = mask & (v_head >= 0) & (slot >= 0)
     target = v_cache_ptr + block * v_block_stride + offset * v_token_stride
@@ -85,6 +97,7 @@ def rotary_write_cache(
     v_cache: Tensor,
     num_heads: int,
     num_kv_heads: int,
+    keys_out: Tensor | None = None,
 ) -> Tensor:
     """Rotate queries and keys, and write keys and values into the cache in place.
 
@@ -99,6 +112,7 @@ def rotary_write_cache(
         v_cache: as `k_cache`.
         num_heads: query heads.
         num_kv_heads: key and value heads.
+        keys_out: `[T, num_kv_heads, D]`, contiguous: takes the rotated keys, too, in token order.
 
     Returns:
         The rotated queries, `[T, num_heads, D]`, in the dtype of qkv.
@@ -118,6 +132,7 @@ def rotary_write_cache(
         q,
         k_cache,
         v_cache,
+        keys_out,
         cos_sin.shape[0],
         qkv.stride(0),
         k_cache.stride(0),
@@ -132,6 +147,8 @@ def rotary_write_cache(
         BLOCK_SIZE=k_cache.shape[1],
         HEADS_PAD=heads_pad,
         HALF_PAD=half_pad,
+        HAS_KEYS_OUT=keys_out is not None,
         num_warps=8 if heads_pad * half_pad >= 4096 else 4,
+        **overlap_options(qkv),
     )
     return q

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from specgen.kernels.batch_types import SharedPrefix
 from specgen.models.config import BlockConfig
 from specgen.models.layers import Linear, RMSNorm
 
@@ -45,6 +46,11 @@ class AttentionMetadata:
     max_context_len: int
     query_start_loc: torch.Tensor | None = None
     """int32 ``[R + 1]`` for prefill."""
+    starts_at_zero: bool = False
+    """A prefill whose rows all begin at position 0, none of them inert, without padding tokens:
+    what a token may see is among the tokens of the pass."""
+    shared_prefix: SharedPrefix | None = None
+    """Blocks of the cache that decode reads once for all rows that begin with them."""
 
 
 def attend(
@@ -86,6 +92,7 @@ def attend(
             metadata.max_context_len,
             window,
             softcap,
+            metadata.shared_prefix if window <= 0 else None,
         )
     else:
         attended = kernels.prefill_attention(
@@ -141,11 +148,12 @@ class Attention(nn.Module):
             input_size or config.hidden_size,
             (query_size, key_size, key_size),
             config.qkv_bias,
+            kernels,
             device=device,
             dtype=dtype,
         )
         self.out = Linear(
-            query_size, (config.hidden_size,), config.o_bias, device=device, dtype=dtype
+            query_size, (config.hidden_size,), config.o_bias, kernels, device=device, dtype=dtype
         )
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
@@ -155,6 +163,7 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(size, eps, kernels, device=device, dtype=dtype)
         self._rotary = kernels.rotary
         self._attention = kernels.attention
+        self._packed_attention = kernels.packed_attention
 
     def forward(
         self,
@@ -172,11 +181,18 @@ class Attention(nn.Module):
             kv_cache: this layer's cache, written in place.
 
         Returns:
-            ``[T, hidden_size]``.
+            ``[T, hidden_size]``, or parts of it for :meth:`RMSNorm.add`.
         """
         k_cache, v_cache = kv_cache
+        qkv = self._project(x)
+        is_packed = metadata.starts_at_zero and self._packed_attention.applies(
+            qkv, self.head_dim, metadata.max_query_len
+        )
+        keys: torch.Tensor | None = None
+        if is_packed:
+            keys = qkv.new_empty(x.shape[0], self.num_kv_heads, self.head_dim)
         q = self._rotary.rotary_write_cache(
-            self._project(x),
+            qkv,
             metadata.positions,
             cos_sin,
             metadata.slot_mapping,
@@ -184,12 +200,24 @@ class Attention(nn.Module):
             v_cache,
             self.num_heads,
             self.num_kv_heads,
+            keys,
         )  # [T, Hq, D]
-        attended = attend(
-            self._attention, q, kv_cache, metadata, scale=self.scale, window=self.window
-        )
-        out: torch.Tensor = self.out(attended.reshape(x.shape[0], -1))
-        return out
+        if is_packed:
+            values = qkv.view(x.shape[0], -1, self.head_dim)[:, -self.num_kv_heads :]
+            attended = self._packed_attention.packed_attention(
+                q,
+                keys,
+                values,
+                metadata.query_start_loc,
+                metadata.max_query_len,
+                self.scale,
+                self.window,
+            )
+        else:
+            attended = attend(
+                self._attention, q, kv_cache, metadata, scale=self.scale, window=self.window
+            )
+        return self.out.parts(attended.reshape(x.shape[0], -1))
 
     def _project(self, x: torch.Tensor) -> torch.Tensor:
         qkv: torch.Tensor = self.qkv(x)

@@ -57,10 +57,12 @@ class DecoderLayer(nn.Module):
         metadata: AttentionMetadata,
         kv_cache: KVCache,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``(mlp output, residual)``; their sum is the stream behind the block."""
+        """``(mlp output, residual)``; their sum is the stream behind the block. The output may come
+        in parts.
+        """
         attended = self.attention(normed, cos_sin, metadata, kv_cache)
         normed, residual = self.post_attention_norm.add(attended, residual)
-        return self.mlp(normed), residual
+        return self.mlp.parts(normed), residual
 
     def slots(self, prefix: str) -> dict[str, torch.Tensor]:
         """Checkpoint destinations under ``{prefix}.``."""
@@ -109,6 +111,7 @@ class Decoder(nn.Module):
         self.num_layers = config.num_layers
         self.num_kv_heads = config.num_kv_heads
         self.head_dim = config.head_dim
+        self._linear = kernels.linear
         longest = max_model_len or config.max_position_embeddings
         num_positions = longest + TABLE_MARGIN
         note = rope_note(config.rope, longest)
@@ -194,7 +197,8 @@ class Decoder(nn.Module):
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits of hidden states behind the final norm, ``[R, H] -> [R, V]``."""
-        return functional.linear(hidden, self.lm_head_weight)
+        logits: torch.Tensor = self._linear.linear(hidden, self.lm_head_weight)
+        return logits
 
     def slots(self) -> dict[str, torch.Tensor]:
         """Checkpoint name -> the tensor to copy into, for every parameter."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -23,6 +23,9 @@ from specgen.models.draft_layout import DraftSource
 from specgen.models.layers import empty_parameter
 from specgen.models.rotary import TABLE_MARGIN, build_cos_sin
 from specgen.models.target import TargetModel
+
+if TYPE_CHECKING:
+    from specgen.kernels import Kernels
 
 __all__ = ["DraftHead", "describe_rope", "layer_notes", "parse_draft_layer", "parse_vocab_size"]
 
@@ -146,10 +149,11 @@ class DraftHead(nn.Module):
     Shared tensors are kept detached: only what the head owns is a parameter of it.
     """
 
-    def __init__(self, config: DraftConfig, target: TargetModel) -> None:
+    def __init__(self, config: DraftConfig, target: TargetModel, kernels: Kernels) -> None:
         """Allocate uninitialised parameters beside the target's, in its dtype."""
         super().__init__()
         self.config = config
+        self._linear = kernels.linear
         self.features = config.features
         self.aux_layers = config.aux_layers
         self.num_layers = config.num_layers
@@ -176,7 +180,8 @@ class DraftHead(nn.Module):
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits over the draft vocabulary, ``[R, H] -> [R, Vd]``."""
-        return functional.linear(hidden, self.lm_head_weight)
+        logits: torch.Tensor = self._linear.linear(hidden, self.lm_head_weight)
+        return logits
 
     def share_embedding(self, target: TargetModel) -> None:
         """Drop the head's own embedding and read the target's."""

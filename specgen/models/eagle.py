@@ -106,10 +106,10 @@ class Eagle1Draft(DraftHead):
 
     def __init__(self, config: DraftConfig, target: TargetModel, kernels: Kernels) -> None:
         """Allocate uninitialised parameters beside the target's, in its dtype."""
-        super().__init__(config, target)
+        super().__init__(config, target, kernels)
         device, dtype = target.device, target.dtype
         size = config.hidden_size
-        self.fc = Linear(2 * size, (size,), config.fc_bias, device=device, dtype=dtype)
+        self.fc = Linear(2 * size, (size,), config.fc_bias, kernels, device=device, dtype=dtype)
         self.attention = Attention(
             config, kernels, window=config.sliding_window, device=device, dtype=dtype
         )

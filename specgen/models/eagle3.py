@@ -266,7 +266,7 @@ class Eagle3Draft(DraftHead):
 
     def __init__(self, config: DraftConfig, target: TargetModel, kernels: Kernels) -> None:
         """Allocate uninitialised parameters beside the target's, in its dtype."""
-        super().__init__(config, target)
+        super().__init__(config, target, kernels)
         size = config.hidden_size
         options: dict[str, Any] = {"device": target.device, "dtype": target.dtype}
 
@@ -274,7 +274,9 @@ class Eagle3Draft(DraftHead):
             return RMSNorm(width, config.rms_norm_eps, kernels, **options)
 
         fused_size = len(config.aux_layers) * config.target_hidden_size
-        self.fc = Linear(fused_size, (size,), config.fc_bias, **options) if config.has_fc else None
+        self.fc = None
+        if config.has_fc:
+            self.fc = Linear(fused_size, (size,), config.fc_bias, kernels, **options)
         chunk_size = fused_size // max(1, len(config.fc_norms))
         self.fc_norms = nn.ModuleList(norm(chunk_size) for _ in config.fc_norms)
         self.input_norm = norm(size)
@@ -314,7 +316,7 @@ class Eagle3Draft(DraftHead):
         x = torch.cat((self.input_norm(self.embed(input_ids)), normed_hidden), dim=-1)
         attended = self.attention(x, self.cos_sin, metadata, kv_caches[0])
         normed, residual = self.post_attention_norm.add(attended, residual)
-        out, raw = self.norm.add(self.mlp(normed), residual)
+        out, raw = self.norm.add(self.mlp.parts(normed), residual)
         return out, out if self.config.norm_output else raw
 
     def slots(self) -> dict[str, torch.Tensor]:

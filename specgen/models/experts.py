@@ -97,6 +97,11 @@ class RoutedMLP(nn.Module):
         total: torch.Tensor = out.sum(1).to(x.dtype)
         return total
 
+    def parts(self, x: torch.Tensor) -> torch.Tensor:
+        """The same, in one part."""
+        out: torch.Tensor = self(x)
+        return out
+
     def slots(self, prefix: str) -> dict[str, torch.Tensor]:
         """Destinations of ``{prefix}.gate`` and of every expert's projections."""
         gate, up, down = self.config.rules.projections

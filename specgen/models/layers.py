@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from specgen.models.config import BlockConfig
 
@@ -34,6 +33,7 @@ class Linear(nn.Module):
         in_features: int,
         out_features: tuple[int, ...],
         bias: bool,
+        kernels: Kernels,
         *,
         device: torch.device | str,
         dtype: torch.dtype,
@@ -43,10 +43,24 @@ class Linear(nn.Module):
         total = sum(out_features)
         self.weight = empty_parameter(total, in_features, device=device, dtype=dtype)
         self.bias = empty_parameter(total, device=device, dtype=dtype) if bias else None
+        self._kernel = kernels.linear
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[T, in] -> [T, sum(out)]``."""
-        return functional.linear(x, self.weight, self.bias)
+        out: torch.Tensor = self._kernel.linear(x, self.weight, self.bias)
+        return out
+
+    def parts(self, x: torch.Tensor) -> torch.Tensor:
+        """``[T, in] -> [T, sum(out)]``, or float32 ``[P, T, sum(out)]``: summed up by the norm
+        behind, :meth:`RMSNorm.add`, which takes either.
+        """
+        out: torch.Tensor = self._kernel.linear_parts(x, self.weight, self.bias)
+        return out
+
+    def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
+        """``[T, in] -> [T, sum(out) / 2]``: silu of the first outputs times the second half."""
+        out: torch.Tensor = self._kernel.linear_silu_mul(x, self.weight, self.bias)
+        return out
 
     def slots(self, *names: str) -> dict[str, torch.Tensor]:
         """Destinations of ``{name}.weight`` (and ``.bias``), one name a stacked projection."""
@@ -84,7 +98,7 @@ class RMSNorm(nn.Module):
         return normed
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """``(norm(x + residual), x + residual)``, both ``[T, H]``."""
+        """``(norm(x + residual), x + residual)``, both ``[T, H]``; x perhaps in parts."""
         normed, total = self._norm.rms_norm_residual(x, residual, self.weight, self.eps)
         return normed, total
 
@@ -106,18 +120,18 @@ class GatedMLP(nn.Module):
     ) -> None:
         super().__init__()
         inner = config.intermediate_size
-        self.gate_up = Linear(
-            config.hidden_size, (inner, inner), config.mlp_bias, device=device, dtype=dtype
-        )
-        self.down = Linear(
-            inner, (config.hidden_size,), config.mlp_bias, device=device, dtype=dtype
-        )
-        self._activation = kernels.activation
+        size, bias = config.hidden_size, config.mlp_bias
+        self.gate_up = Linear(size, (inner, inner), bias, kernels, device=device, dtype=dtype)
+        self.down = Linear(inner, (size,), bias, kernels, device=device, dtype=dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[T, H] -> [T, H]``."""
-        out: torch.Tensor = self.down(self._activation.silu_mul(self.gate_up(x)))
+        out: torch.Tensor = self.down(self.gate_up.silu_mul(x))
         return out
+
+    def parts(self, x: torch.Tensor) -> torch.Tensor:
+        """The same, or parts of it for :meth:`RMSNorm.add`."""
+        return self.down.parts(self.gate_up.silu_mul(x))
 
     def slots(self, prefix: str) -> dict[str, torch.Tensor]:
         """Destinations of ``{prefix}.{gate,up,down}_proj``."""

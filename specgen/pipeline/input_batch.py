@@ -100,6 +100,7 @@ def build_prefill_batch(
             query_start_loc=upload(query_start_loc),
             max_query_len=max(chunk.num_tokens for chunk in chunks),
             max_context_len=int(rows[2].max()),
+            starts_at_zero=all(chunk.start == 0 for chunk in chunks),
         ),
         fresh_slots=fresh_slots,
         fresh_idx=fresh_idx,

@@ -14,7 +14,17 @@ import pytest
 import specgen.kernels
 
 SCRIPT = Path(__file__).with_name("compile_model_for_cuda.py")
-MODULES = ("attention", "norm", "rotary", "activation", "grouped", "batch_inputs", "commit")
+MODULES = (
+    "attention",
+    "shared_attention",
+    "linear",
+    "norm",
+    "rotary",
+    "activation",
+    "grouped",
+    "batch_inputs",
+    "commit",
+)
 
 
 def kernel_names(module: str) -> set[str]:

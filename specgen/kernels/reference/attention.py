@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from specgen.kernels.batch_types import SharedPrefix
+
 _QUERY_BLOCK = 128  # queries a row handled at once in prefill: bounds the size of the mask
 # Bytes of gathered K handled at once. Small pieces stay in the cache of the processor, and above
 # all their memory is reused: a large temporary is handed back to the system and faulted in again on
@@ -95,6 +97,13 @@ def _capped_attention(
     return torch.matmul(weights, v.float()).to(q.dtype)
 
 
+def _with_shared_blocks(block_tables: Tensor, shared: SharedPrefix, block_size: int) -> Tensor:
+    """Block tables whose members begin with the shared blocks."""
+    columns = torch.arange(block_tables.shape[1], device=block_tables.device)
+    is_shared = (columns < shared.length // block_size) & shared.members[:, None]
+    return torch.where(is_shared, shared.block_ids[: block_tables.shape[1]], block_tables)
+
+
 def decode_attention(
     q: Tensor,
     k_cache: Tensor,
@@ -107,6 +116,7 @@ def decode_attention(
     max_context_len: int,
     window: int = 0,
     softcap: float = 0.0,
+    shared: SharedPrefix | None = None,
 ) -> Tensor:
     """Attention of a few consecutive queries a row over the row's cached context.
 
@@ -126,6 +136,8 @@ def decode_attention(
         max_context_len: host bound on `context_lens`.
         window: keys a query sees at most; 0 (or less): all.
         softcap: scores s become softcap * tanh(s / softcap); 0: they stay.
+        shared: blocks that members read in place of the first ones of their tables, before their
+            first query's position; only without a window.
 
     Returns:
         `[B, Q, Hq, D]` in the dtype of q; zeros where a query has nothing to see.
@@ -133,6 +145,8 @@ def decode_attention(
     if max_context_len <= 0:
         return torch.zeros_like(q)
     num_keys = torch.where(slot_ids >= 0, context_lens, 0)
+    if shared is not None:
+        block_tables = _with_shared_blocks(block_tables, shared, k_cache.shape[1])
     query_positions = first_positions[:, None] + torch.arange(q.shape[1], device=q.device)
     out = torch.empty_like(q)
     step = _rows_at_once(k_cache, block_tables, max_context_len)

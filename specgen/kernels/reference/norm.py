@@ -31,14 +31,17 @@ def rms_norm_residual(
     """Add the residual stream, then normalise the sum.
 
     Args:
-        x: `[..., H]`, what the last sub-layer put out.
+        x: `[..., H]`, what the last sub-layer put out, or float32 `[P, ..., H]`, parts that add up
+            to it and are rounded once.
         residual: `[..., H]`, the stream before it.
         weight: `[H]`.
         eps: added to the mean square.
 
     Returns:
-        The normalised sum and the sum itself, both `[..., H]` in the dtype of x. The sum is rounded
-        to that dtype first.
+        The normalised sum and the sum itself, both `[..., H]` in the dtype of the residual. The sum
+        is rounded to that dtype first.
     """
+    if x.ndim > residual.ndim:
+        x = x.sum(0).to(residual.dtype)
     total = x + residual
     return rms_norm(total, weight, eps), total

@@ -15,6 +15,7 @@ def rotary_write_cache(
     v_cache: Tensor,
     num_heads: int,
     num_kv_heads: int,
+    keys_out: Tensor | None = None,
 ) -> Tensor:
     """Rotate queries and keys, and write keys and values into the cache in place.
 
@@ -33,6 +34,7 @@ def rotary_write_cache(
         v_cache: as `k_cache`.
         num_heads: query heads.
         num_kv_heads: key and value heads.
+        keys_out: `[T, num_kv_heads, D]`, contiguous: takes the rotated keys, too, in token order.
 
     Returns:
         The rotated queries, `[T, num_heads, D]`, in the dtype of qkv.
@@ -50,4 +52,6 @@ def rotary_write_cache(
     flat = (num_slots, num_kv_heads, head_dim)
     k_cache.view(flat).index_copy_(0, slots, rotated[:, num_heads:].to(k_cache.dtype))
     v_cache.view(flat).index_copy_(0, slots, heads[:, num_rotated:].to(v_cache.dtype))
+    if keys_out is not None:
+        keys_out.copy_(rotated[:, num_heads:])
     return rotated[:, :num_heads].contiguous()

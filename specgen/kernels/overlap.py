@@ -1,0 +1,40 @@
+"""Kernels of a pass that start while the one before them still runs.
+
+A step is a chain of hundreds of short kernels, and between two of them a GPU would drain and fill
+again. From capability 9.0 on, a kernel may be launched early (programmatic dependent launch): it
+does what does not depend on the kernel before, such as fetching weights, then waits for that one's
+end. Every kernel that is launched so calls :func:`enter` or :func:`wait` in all its programs, so
+that "the kernel before has ended" means all earlier ones have, too.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def enter(OVERLAP: tl.constexpr):
+    """What a kernel starts with: let the next one be launched once all programs of this one have
+    come so far, then wait for the end of the one before. Nothing is read or written before this.
+    """
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+def overlap_options(x: Tensor) -> dict[str, bool]:
+    """Launch options of a kernel that overlaps with its predecessor where x's device can do so."""
+    if x.is_cuda and _can_overlap(x.device.index):
+        return {"OVERLAP": True, "launch_pdl": True}
+    return {"OVERLAP": False}
+
+
+@functools.cache
+def _can_overlap(device_index: int) -> bool:
+    """A fact of the hardware."""
+    return torch.version.hip is None and torch.cuda.get_device_capability(device_index)[0] >= 9
