@@ -9,6 +9,7 @@ from typing import Any
 from specgen.config import EngineConfig, ResolvedConfig
 from specgen.errors import EnvironmentProblem, ModelError, UsageError
 from specgen.hub import is_hub_id, locate
+from specgen.models.config_reader import ConfigReader
 from specgen.models.registry import read_model_config
 from specgen.synthetic import synthetic_rates
 
@@ -95,7 +96,7 @@ def resolve(config: EngineConfig, *, with_weights: bool = True) -> ResolvedConfi
 
 
 def generation_defaults(model_dir: str | Path) -> dict[str, Any]:
-    """Sampling defaults of a checkpoint's ``generation_config.json``, by our own names.
+    """Sampling defaults of a checkpoint's ``generation_config.json``, by our own names, unchecked.
 
     Only what transformers itself would act on counts: without ``do_sample`` a checkpoint asks for
     greedy decoding only if it says so in words (``do_sample: false``).
@@ -105,10 +106,9 @@ def generation_defaults(model_dir: str | Path) -> dict[str, Any]:
     if data.get("do_sample") is False:
         out["temperature"] = 0.0
     for key in ("temperature", "top_p", "top_k"):
-        value = data.get(key)
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            out.setdefault(key, value)
-    if isinstance(data.get("max_new_tokens"), int):
+        if data.get(key) is not None:
+            out.setdefault(key, data[key])
+    if data.get("max_new_tokens") is not None:
         out["max_tokens"] = data["max_new_tokens"]
     return out
 
@@ -213,9 +213,8 @@ def _dtype(asked: str, device: str, stored: str | None) -> str:
 
 def _eos_token_ids(model_dir: str, from_config: tuple[int, ...]) -> tuple[int, ...]:
     """All end-of-sequence ids: the generation config's where it has any, else the config's."""
-    value = _read_json(Path(model_dir) / "generation_config.json").get("eos_token_id")
-    ids = value if isinstance(value, list) else [value]
-    own = tuple(i for i in ids if isinstance(i, int) and not isinstance(i, bool))
+    file = Path(model_dir) / "generation_config.json"
+    own = ConfigReader(_read_json(file), str(file)).ids("eos_token_id")
     return tuple(sorted(set(own or from_config)))
 
 

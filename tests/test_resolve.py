@@ -98,7 +98,8 @@ def test_cuda_without_a_gpu_is_an_environment_problem(
         ({"do_sample": False}, {"temperature": 0.0}),
         ({"do_sample": False, "temperature": 0.6}, {"temperature": 0.0}),
         ({"max_new_tokens": 50}, {"max_tokens": 50}),
-        ({"top_k": True}, {}),
+        ({"top_k": None}, {}),
+        ({"top_k": True}, {"top_k": True}),  # for SamplingParams to refuse
         ({}, {}),
     ],
 )
@@ -106,6 +107,14 @@ def test_generation_defaults(
     tmp_path: Path, stored: dict[str, Any], expected: dict[str, Any]
 ) -> None:
     assert generation_defaults(write_model(tmp_path, stored)) == expected
+
+
+@pytest.mark.parametrize("value", ["x", [2, "x"], True, 1.5, {"id": 2}, -1])
+def test_eos_ids_that_are_none_are_not_passed_over(tmp_path: Path, value: Any) -> None:
+    """A row would run on to its limit for a sequence that never ends."""
+    write_model(tmp_path, generation={"eos_token_id": value})
+    with pytest.raises(ModelError, match=r'generation_config\.json: "eos_token_id" must be'):
+        resolve(EngineConfig(model=str(tmp_path), device="cpu"))
 
 
 def test_a_broken_generation_config_names_the_file(tmp_path: Path) -> None:
