@@ -9,6 +9,7 @@ end, into SVG files.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import tempfile
 from pathlib import Path
@@ -30,7 +31,7 @@ from specgen.request_io.source import count_rows, read_lines
 from specgen.request_io.writer import open_writer
 from specgen.stats import RunStats
 
-WIDTH = 92
+WIDTH = 100
 
 
 class Photographer(QuietDisplay):
@@ -71,27 +72,28 @@ def main() -> None:
     assert total
     settings: dict[str, Any] = {"num_speculative_tokens": given.num_speculative_tokens}
     engine = Engine(EngineConfig(**settings, draft_sample=given.draft_sample))
-    with tempfile.TemporaryDirectory() as scratch:
-        out = Path(scratch, "out.jsonl")
+    output_dir, prompts = given.output_dir.resolve(), Path(given.prompts).resolve()
+    with tempfile.TemporaryDirectory() as scratch, contextlib.chdir(scratch):
+        out = Path("out.jsonl")
         writer = open_writer(str(out), OutputOptions())
-        live = given.output_dir / "run-live.svg"
+        live = output_dir / "run-live.svg"
         display = Photographer(total, live, f"specgen run {given.prompts} {flags} -o out.jsonl")
         with Interrupts() as interrupts:
             job = Job(writer, display, interrupts)
-            job.run(engine, read_rows([given.prompts], ReadOptions(), writer.keep))
+            job.run(engine, read_rows([str(prompts)], ReadOptions(), writer.keep))
             seconds = job.stats.elapsed()
             writer.finish(job.num_rows, {})
         console = new_console()
         for table in summary_tables(job.stats, seconds, console):
             console.print(table)
-        save(console, given.output_dir / "run-summary.svg", "specgen run")
+        save(console, output_dir / "run-summary.svg", "specgen run")
         stats = OutputStats(num_worst=3)
         stats.read(read_lines([str(out)]))
         console = new_console()
         console.print("[bold]$[/bold] specgen stats out.jsonl --lowest 3")
         for table in output_tables(stats, console):
             console.print(table)
-        save(console, given.output_dir / "stats.svg", "specgen stats")
+        save(console, output_dir / "stats.svg", "specgen stats")
 
 
 if __name__ == "__main__":
