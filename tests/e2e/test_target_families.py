@@ -27,6 +27,8 @@ LONGROPE = {
     "short_factor": [1.0] * 8,
     "long_factor": [1 + 0.9 * i for i in range(8)],
 }
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0}
+LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 24}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0}
 YARN |= {"original_max_position_embeddings": 32}
 # family, configuration, whether the EAGLE-1 head below can know what the target says
@@ -38,6 +40,8 @@ TARGETS: dict[str, tuple[str, dict[str, Any], bool]] = {
     "mixtral": ("mixtral", WINDOW, True),
     "yarn": ("llama", {"rope_parameters": YARN}, True),
     "longrope": ("llama", {"rope_parameters": LONGROPE}, True),
+    "llama3": ("llama", {"rope_parameters": LLAMA3, "attention_bias": True}, True),
+    "tied": ("qwen3", {"tie_word_embeddings": True, "attention_bias": True}, False),
     # Rows go on past the model's own positions, as far as the rope carries them.
     "linear": (
         "llama",

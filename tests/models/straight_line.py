@@ -31,6 +31,20 @@ def llama3(frequency: float, rope: dict[str, Any]) -> float:
     return (1 - kept) * frequency / rope["factor"] + kept * frequency
 
 
+def yarn(index: int, head_dim: int, theta: float, rope: dict[str, Any]) -> float:
+    """YaRN: pairs that turn often are kept, slow ones slowed by the factor, with a ramp between."""
+    first, last = (
+        head_dim
+        * math.log(rope["original_max_position_embeddings"] / (turns * 2 * math.pi))
+        / (2 * math.log(theta))
+        for turns in (rope["beta_fast"], rope["beta_slow"])
+    )
+    begin, end = max(math.floor(first), 0), min(math.ceil(last), head_dim - 1)
+    slowed = min(max((index - begin) / (end - begin), 0.0), 1.0)
+    frequency = theta ** (-2 * index / head_dim)
+    return slowed * frequency / rope["factor"] + (1 - slowed) * frequency
+
+
 def rotate(
     x: torch.Tensor, positions: torch.Tensor, theta: float, rope: dict[str, Any]
 ) -> torch.Tensor:
@@ -42,8 +56,13 @@ def rotate(
         frequencies = torch.tensor(scaled, dtype=torch.float64)
     if rope.get("rope_type") == "linear":
         frequencies = frequencies / rope["factor"]
+    size = 1.0
+    if rope.get("rope_type") == "yarn":
+        scaled = [yarn(i, 2 * half, theta, rope) for i in range(half)]
+        frequencies = torch.tensor(scaled, dtype=torch.float64)
+        size = 0.1 * math.log(rope["factor"]) + 1
     angles = positions.double()[:, None] * frequencies  # [n, D/2]
-    turn = torch.polar(torch.ones_like(angles), angles)[:, None]
+    turn = torch.polar(torch.full_like(angles, size), angles)[:, None]
     number = torch.complex(x[..., :half].double(), x[..., half:].double()) * turn
     return torch.cat((number.real, number.imag), dim=-1).to(x.dtype)
 

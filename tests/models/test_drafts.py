@@ -56,6 +56,9 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 60,
 }
+# Pairs that are kept, slowed, and in between.
+YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "beta_fast": 4, "beta_slow": 1}
+YARN |= {"original_max_position_embeddings": 20}
 TOKEN_MAP = torch.randperm(96, generator=torch.Generator().manual_seed(3))[:60]
 CASES = {
     "eagle1": Case(make_eagle1, {}, None),
@@ -166,6 +169,14 @@ CASES = {
         {"rope_parameters": None, "rope_theta": 500.0, "rope_scaling": LLAMA3_ROPE},
         theta=500.0,
         restyle=layouts.to_speculators,
+    ),
+    # As a speculators head of a Mistral has it, its original length made short.
+    "speculators_yarn_rope": Case(
+        make_eagle3,
+        {"rope_parameters": YARN, "sliding_window": 2048, "use_sliding_window": False},
+        theta=100.0,
+        restyle=lambda head: layouts.to_speculators(head, norm_before_residual=True),
+        truth={"norm_before_residual": True, "sliding_window": None},
     ),
     "eagle3_linear_rope": Case(
         make_eagle3,
