@@ -12,7 +12,6 @@ import triton.language as tl
 from torch import Tensor
 
 from specgen.kernels.batch_types import DecodeInputs, DraftInputs, ExtendInputs
-from specgen.kernels.overlap import enter, overlap_options
 
 
 @triton.jit
@@ -58,9 +57,7 @@ def _decode_inputs_kernel(
     K: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WIDTH_PAD: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
-    enter(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     slot, live = _row_slot(slot_ids_ptr, active_ptr, row)
     num_drafts = tl.load(num_draft_tokens_ptr + slot)
@@ -104,9 +101,7 @@ def _extend_inputs_kernel(
     WIDTH: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WIDTH_PAD: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
-    enter(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     slot, live = _row_slot(slot_ids_ptr, active_ptr, row)
     count = tl.where(live, tl.load(num_committed_ptr + row), 0)
@@ -138,9 +133,7 @@ def _draft_inputs_kernel(
     table_stride,
     STEP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
-    enter(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     slot, live = _row_slot(slot_ids_ptr, active_ptr, row)
     position = tl.where(live, tl.load(seq_lens_ptr + slot) - 2 + STEP, 0)
@@ -209,7 +202,6 @@ def decode_inputs(
         BLOCK_SIZE=block_size,
         WIDTH_PAD=triton.next_power_of_2(k + 1),
         num_warps=1,
-        **overlap_options(slot_ids),
     )
     return result
 
@@ -263,7 +255,6 @@ def extend_inputs(
         BLOCK_SIZE=block_size,
         WIDTH_PAD=triton.next_power_of_2(width),
         num_warps=1,
-        **overlap_options(slot_ids),
     )
     return result
 
@@ -309,6 +300,5 @@ def draft_inputs(
         STEP=step,
         BLOCK_SIZE=block_size,
         num_warps=1,
-        **overlap_options(slot_ids),
     )
     return result

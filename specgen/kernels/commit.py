@@ -14,7 +14,6 @@ from specgen.kernels.batch_types import (
     RUNNING,
     CommitResult,
 )
-from specgen.kernels.overlap import enter, overlap_options
 
 _RUNNING = tl.constexpr(RUNNING)
 _STOP = tl.constexpr(FINISH_STOP)
@@ -41,9 +40,7 @@ def _commit_kernel(
     stop_stride,
     WIDTH_PAD: tl.constexpr,
     STOPS_PAD: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
-    enter(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ids_ptr + row).to(tl.int64)
     live = slot >= 0
@@ -139,6 +136,5 @@ def commit_tokens(
         WIDTH_PAD=triton.next_power_of_2(width),
         STOPS_PAD=triton.next_power_of_2(max(1, stop_ids.shape[1])),
         num_warps=1,
-        **overlap_options(slot_ids),
     )
     return result

@@ -14,14 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specgen.kernels.overlap import enter, overlap_options
 from specgen.kernels.rng import address_words, range_gumbel, word_uniform
 from specgen.kernels.streams import ACCEPT, GREEDY_TEMPERATURE, TARGET
 
 _BLOCK = 1024
 _STATS_BLOCK = 4096
-_SCORE_BLOCKS_EACH = 4  # of large batches: programs of greedy rows end at once and should be few
-_SMALL_BATCH = 16
 _LOG2E = tl.constexpr(1.4426950408889634)
 _GREEDY = tl.constexpr(GREEDY_TEMPERATURE)
 _NO_ID = tl.constexpr((1 << 31) - 1)
@@ -45,10 +42,8 @@ def _softmax_blocks_kernel(
     HAS_SLOTS: tl.constexpr,
     HAS_THRESHOLDS: tl.constexpr,
     BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
     """Write block maximum (+inf: the block holds NaN or +inf), its id, and the kept sum."""
-    enter(OVERLAP)
     b = tl.program_id(0)
     i = tl.program_id(1)
     block = tl.program_id(2)
@@ -67,7 +62,8 @@ def _softmax_blocks_kernel(
 
     temperature = tl.load(temperature_ptr + b)
     scale_log2 = _LOG2E / tl.where(temperature < _GREEDY, 1.0, temperature)
-    base = tl.where(block_max == float("-inf"), 0.0, block_max)
+    is_number = (block_max > float("-inf")) & (block_max < float("inf"))
+    base = tl.where(is_number, block_max, 0.0)
     weights = tl.exp2((x - base) * scale_log2)  # 0 at -inf
     step = b * tl.num_programs(1) + i
     if HAS_THRESHOLDS:
@@ -146,10 +142,8 @@ def _judge_kernel(
     HAS_SYNTHETIC: tl.constexpr,
     BLOCKS: tl.constexpr,
     DRAFT_BLOCKS: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
     """Judge the drafts of one request; write tau and the softmax statistics of row tau."""
-    enter(OVERLAP)
     b = tl.program_id(0)
     num_drafts = tl.load(num_drafts_ptr + b)
     if num_drafts < 0:
@@ -259,18 +253,15 @@ def _score_blocks_kernel(
     residual_token_ptr,
     V,
     Vd,
-    num_blocks,
     K: tl.constexpr,
     HAS_DRAFT_LOGITS: tl.constexpr,
     HAS_DRAFT_IDS: tl.constexpr,
     HAS_THRESHOLDS: tl.constexpr,
     BLOCK: tl.constexpr,
-    BLOCKS_EACH: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
-    """Write best score and its id of some blocks of row tau, for p and for the residual."""
-    enter(OVERLAP)
+    """Write the best score and its id of one block of row tau, for p and for the residual."""
     b = tl.program_id(0)
+    block = tl.program_id(1)
     num_drafts = tl.load(num_drafts_ptr + b)
     if num_drafts < 0:
         return
@@ -281,59 +272,55 @@ def _score_blocks_kernel(
         return
     tau = tl.load(tau_ptr + b)
     row_max = tl.load(stats_ptr + b * 4)
+    start = block * BLOCK
+    offs = start + tl.arange(0, BLOCK)
+    in_vocab = offs < V
     row_ptr = logits_ptr + b.to(tl.int64) * stride_row + tau.to(tl.int64) * stride_step
+    x = tl.load(row_ptr + offs, mask=in_vocab, other=float("-inf")).to(tl.float32)
+    kept = x > float("-inf")
+    if HAS_THRESHOLDS:
+        kept = kept & (x >= tl.load(thresholds_ptr + b * (K + 1) + tau))
+    scaled = tl.where(kept, (x - row_max) / temperature, float("-inf"))
+
     seed = tl.load(seeds_ptr + b)
     position = tl.load(first_positions_ptr + b) + tau
     sample = tl.load(sample_ptr + b)
-    first_block = tl.program_id(1) * BLOCKS_EACH
-    for block in range(first_block, tl.minimum(first_block + BLOCKS_EACH, num_blocks)):
-        start = block * BLOCK
-        offs = start + tl.arange(0, BLOCK)
-        in_vocab = offs < V
-        x = tl.load(row_ptr + offs, mask=in_vocab, other=float("-inf")).to(tl.float32)
-        kept = x > float("-inf")
-        if HAS_THRESHOLDS:
-            kept = kept & (x >= tl.load(thresholds_ptr + b * (K + 1) + tau))
-        scaled = tl.where(kept, (x - row_max) / temperature, float("-inf"))
+    noise = range_gumbel(seed, start, position, _TARGET, sample, BLOCK)
+    score = scaled + noise
+    at = b * tl.num_programs(1) + block
+    best = tl.max(score, axis=0)
+    tl.store(target_score_ptr + at, best)
+    tl.store(target_token_ptr + at, tl.min(tl.where(score == best, offs, _NO_ID), axis=0))
 
-        noise = range_gumbel(seed, start, position, _TARGET, sample, BLOCK)
-        score = scaled + noise
-        at = b * num_blocks + block
-        best = tl.max(score, axis=0)
-        tl.store(target_score_ptr + at, best)
-        tl.store(target_token_ptr + at, tl.min(tl.where(score == best, offs, _NO_ID), axis=0))
-
-        if K > 0:
-            draft_row = tl.minimum(tau, K - 1)
-            if HAS_DRAFT_LOGITS:
-                p = tl.exp(scaled) / tl.load(stats_ptr + b * 4 + 1)
-                draft_max = tl.load(stats_ptr + b * 4 + 2)
-                draft_total = tl.load(stats_ptr + b * 4 + 3)
-                slot = tl.load(slot_ids_ptr + b)
-                draft_ids = offs
-                if HAS_DRAFT_IDS:
-                    draft_ids = tl.load(draft_ids_ptr + offs, mask=in_vocab, other=-1)
-                inside = in_vocab & (draft_ids >= 0) & (draft_ids < Vd)
-                draft_ptr = (
-                    draft_logits_ptr
-                    + slot.to(tl.int64) * stride_slot
-                    + draft_row.to(tl.int64) * stride_draft
-                )
-                draft_x = tl.load(draft_ptr + draft_ids, mask=inside, other=float("-inf"))
-                draft_x = draft_x.to(tl.float32)
-                q = tl.exp((draft_x - draft_max) / temperature) / draft_total
-                weight = p - tl.where(inside, q, 0.0)
-                positive = weight > 0.0
-                log_weight = tl.log(tl.where(positive, weight, 1.0))
-                residual = tl.where(positive, log_weight + noise, float("-inf"))
-            else:
-                draft_token = tl.load(draft_tokens_ptr + b * K + draft_row)
-                residual = tl.where(offs == draft_token, float("-inf"), score)
-            best = tl.max(residual, axis=0)
-            tl.store(residual_score_ptr + at, best)
-            tl.store(
-                residual_token_ptr + at, tl.min(tl.where(residual == best, offs, _NO_ID), axis=0)
+    if K > 0:
+        draft_row = tl.minimum(tau, K - 1)
+        if HAS_DRAFT_LOGITS:
+            p = tl.exp(scaled) / tl.load(stats_ptr + b * 4 + 1)
+            draft_max = tl.load(stats_ptr + b * 4 + 2)
+            draft_total = tl.load(stats_ptr + b * 4 + 3)
+            slot = tl.load(slot_ids_ptr + b)
+            draft_ids = offs
+            if HAS_DRAFT_IDS:
+                draft_ids = tl.load(draft_ids_ptr + offs, mask=in_vocab, other=-1)
+            inside = in_vocab & (draft_ids >= 0) & (draft_ids < Vd)
+            draft_ptr = (
+                draft_logits_ptr
+                + slot.to(tl.int64) * stride_slot
+                + draft_row.to(tl.int64) * stride_draft
             )
+            draft_x = tl.load(draft_ptr + draft_ids, mask=inside, other=float("-inf"))
+            draft_x = draft_x.to(tl.float32)
+            q = tl.exp((draft_x - draft_max) / temperature) / draft_total
+            weight = p - tl.where(inside, q, 0.0)
+            positive = weight > 0.0
+            log_weight = tl.log(tl.where(positive, weight, 1.0))
+            residual = tl.where(positive, log_weight + noise, float("-inf"))
+        else:
+            draft_token = tl.load(draft_tokens_ptr + b * K + draft_row)
+            residual = tl.where(offs == draft_token, float("-inf"), score)
+        best = tl.max(residual, axis=0)
+        tl.store(residual_score_ptr + at, best)
+        tl.store(residual_token_ptr + at, tl.min(tl.where(residual == best, offs, _NO_ID), axis=0))
 
 
 @triton.jit
@@ -367,10 +354,8 @@ def _emit_kernel(
     HAS_SYNTHETIC: tl.constexpr,
     BLOCKS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
     """Write tokens, their number and ok of one request."""
-    enter(OVERLAP)
     b = tl.program_id(0)
     columns = tl.arange(0, COLUMNS)
     num_drafts = tl.load(num_drafts_ptr + b)
@@ -505,14 +490,12 @@ def rejection_sample(
         BLOCKS=triton.next_power_of_2(num_stats_blocks),
         DRAFT_BLOCKS=triton.next_power_of_2(max(num_draft_blocks, 1)),
         num_warps=1,
-        **overlap_options(target_logits),
     )
     target_score = torch.empty((batch, num_blocks), dtype=torch.float32, device=device)
     target_token = torch.empty((batch, num_blocks), dtype=torch.int32, device=device)
     residual_score = torch.empty((batch, num_blocks), dtype=torch.float32, device=device)
     residual_token = torch.empty((batch, num_blocks), dtype=torch.int32, device=device)
-    blocks_each = 1 if batch <= _SMALL_BATCH else _SCORE_BLOCKS_EACH
-    _score_blocks_kernel[(batch, triton.cdiv(num_blocks, blocks_each))](
+    _score_blocks_kernel[(batch, num_blocks)](
         *inputs,
         tau,
         row_stats,
@@ -523,14 +506,11 @@ def rejection_sample(
         residual_token,
         vocab_size,
         draft_vocab,
-        num_blocks,
         K=k,
         HAS_DRAFT_LOGITS=draft_logits is not None,
         HAS_DRAFT_IDS=draft_ids is not None,
         HAS_THRESHOLDS=has_thresholds,
         BLOCK=_BLOCK,
-        BLOCKS_EACH=blocks_each,
-        **overlap_options(target_logits),
     )
     _emit_kernel[(batch,)](
         draft_tokens,
@@ -552,7 +532,6 @@ def rejection_sample(
         BLOCKS=blocks,
         COLUMNS=triton.next_power_of_2(num_steps),
         num_warps=1,
-        **overlap_options(target_logits),
     )
     return tokens, num_sampled, ok.view(torch.bool)
 
@@ -587,6 +566,5 @@ def _softmax_blocks(
         HAS_SLOTS=slot_ids is not None,
         HAS_THRESHOLDS=thresholds is not None,
         BLOCK=_STATS_BLOCK,
-        **overlap_options(logits),
     )
     return block_max, block_sum, block_argmax
