@@ -37,6 +37,17 @@ class _DraftSample(click.Choice[str]):
         return "gumbel" if chosen == "probabilistic" else chosen
 
 
+def _draft_length(
+    ctx: click.Context, param: click.Parameter, value: str | None
+) -> int | str | None:
+    """A number, or what the configuration makes of it."""
+    del ctx, param
+    try:
+        return None if value is None else int(value)
+    except ValueError:
+        return value
+
+
 def _token_ids(
     ctx: click.Context, param: click.Parameter, values: tuple[str, ...]
 ) -> list[int] | None:
@@ -129,7 +140,12 @@ DRAFT = [
     _option(
         "--draft-model", metavar="DIR|ID", help="EAGLE draft; built in for the built-in model."
     ),
-    _option("--num-speculative-tokens", type=int, metavar="N", help="Drafts a step.  [default: 3]"),
+    _option(
+        "--num-speculative-tokens",
+        callback=_draft_length,
+        metavar="N|auto[:N]",
+        help="Drafts a step; auto: as many as pay, up to N (5).  [default: auto on a GPU, else 3]",
+    ),
     _option(
         "--draft-sample",
         type=_DraftSample(),
@@ -202,7 +218,7 @@ JOB = [
         "--max-errors",
         type=click.IntRange(min=0),
         metavar="N",
-        help="Stop when more than N rows have failed.",
+        help="Stop when more than N rows of OUT have failed, those of earlier runs included.",
     ),
     _option(
         "--shard",
