@@ -158,8 +158,10 @@ def attend_to_shared(
     block_size, num_kv_heads = k_cache.shape[1], k_cache.shape[2]
     num_lines = batch * num_queries * (num_heads // num_kv_heads)
     block_d = max(16, triton.next_power_of_2(head_dim))
-    small = block_d * q.element_size() <= 256
-    largest = _LARGEST_TILE if small else _LARGEST_TILE // 2
+    head_bytes = block_d * q.element_size()
+    small = head_bytes <= 256
+    # Tiles of wide heads are smaller, so that they fit the fast memory.
+    largest = _LARGEST_TILE if small else _LARGEST_TILE // 2 if head_bytes <= 512 else 16
     block_m = min(largest, max(16, triton.next_power_of_2(num_lines)))
     _shared_kernel[(num_kv_heads, triton.cdiv(num_lines, block_m), num_splits)](
         q,
@@ -195,6 +197,6 @@ def attend_to_shared(
         BLOCK_D=block_d,
         WIDEN=not q.is_cuda,
         num_warps=8 if block_m * block_d >= 8192 else 4,
-        num_stages=3,
+        num_stages=3 if head_bytes <= 512 else 2,
         **overlap_options(q),
     )
