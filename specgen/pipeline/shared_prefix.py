@@ -10,6 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+import torch
+
+from specgen.kernels.batch_types import SharedPrefix
+from specgen.pipeline.request import Request
+from specgen.pipeline.uploads import upload
+
 MIN_SAVED_TOKENS = 1 << 16
 """Reads of cached tokens that must be saved in a step before a second kernel in every layer pays:
 about 40,000 on an H200 with 8 heads of 128 (``benchmarks/kernel_bandwidth.py``)."""
@@ -26,6 +33,79 @@ class CommonPrefix(NamedTuple):
     def num_saved_blocks(self) -> int:
         """Reads of blocks that become one read each."""
         return len(self.block_ids) * (len(self.members) - 1)
+
+
+class SharedRows:
+    """What the running rows share, found when the batch changes, and its tensors on the device.
+
+    The tensors persist: a captured step that reads them follows every change. Whether a step reads
+    them at all is the host's decision, since the second kernel costs time even for nothing.
+
+    Args:
+        max_num_seqs: S; every row of a slot and the spare row for padding have a flag.
+        max_blocks: blocks of the longest row.
+        block_size: tokens of a block.
+        min_saved_tokens: reads of tokens that must be saved for the kernel to pay.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_num_seqs: int,
+        max_blocks: int,
+        block_size: int,
+        device: torch.device,
+        min_saved_tokens: int = MIN_SAVED_TOKENS,
+    ) -> None:
+        self.tensors = SharedPrefix(
+            block_ids=torch.zeros(max_blocks, dtype=torch.int32, device=device),
+            length=torch.zeros(1, dtype=torch.int32, device=device),
+            members=torch.zeros(max_num_seqs + 1, dtype=torch.bool, device=device),
+        )
+        self._block_size = block_size
+        self._min_saved_tokens = min_saved_tokens
+        self._rows: list[Request] = []
+        self._on_device: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+        self._pays = False
+
+    def forget(self) -> None:
+        """Look again before the next step: a row's blocks are others than they were.
+
+        Rows that come or go are seen without it; a row that gave way and came back looks the same.
+        """
+        self._rows, self._pays = [], False
+
+    def follow(self, requests: Sequence[Request]) -> bool:
+        """Bring the tensors up to date for a step of ``requests``, in stream order before it.
+
+        Returns:
+            Whether the step should read shared blocks once.
+        """
+        if len(requests) != len(self._rows) or any(
+            new is not old for new, old in zip(requests, self._rows, strict=True)
+        ):
+            self._rows = list(requests)
+            found = find_common_prefix([request.block_ids for request in requests])
+            num_saved = found.num_saved_blocks * self._block_size
+            self._pays = num_saved > 0 and num_saved >= self._min_saved_tokens
+            if self._pays:
+                slots = [requests[row].slot for row in found.members]
+                self._write(found.block_ids, tuple(slot for slot in slots if slot is not None))
+        return self._pays
+
+    def _write(self, block_ids: tuple[int, ...], slots: tuple[int, ...]) -> None:
+        if (block_ids, slots) == self._on_device:
+            return
+        self._on_device = (block_ids, slots)
+        num_blocks, num_flags = len(block_ids), self.tensors.members.shape[0]
+        packed = np.zeros(1 + num_blocks + num_flags, dtype=np.int32)
+        packed[0] = num_blocks * self._block_size
+        packed[1 : 1 + num_blocks] = block_ids
+        packed[1 + num_blocks + np.array(slots)] = 1
+        uploaded = upload(packed, self.tensors.length.device)
+        self.tensors.length.copy_(uploaded[:1])
+        self.tensors.block_ids[:num_blocks].copy_(uploaded[1 : 1 + num_blocks])
+        self.tensors.members.copy_(uploaded[1 + num_blocks :])
 
 
 def find_common_prefix(block_lists: Sequence[Sequence[int]]) -> CommonPrefix:

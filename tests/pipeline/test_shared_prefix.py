@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specgen.pipeline.shared_prefix import CommonPrefix, find_common_prefix
+from specgen.pipeline import shared_prefix
+from specgen.pipeline.shared_prefix import CommonPrefix, SharedRows, find_common_prefix
 
 NOTHING = CommonPrefix((), ())
 
@@ -64,3 +69,68 @@ def test_what_is_found_is_common_and_the_best_of_the_widest_way(steps: list[list
         prefix = [*prefix, block]
         best = max(best, (at + 1) * (count - 1))
     assert found.num_saved_blocks == best
+
+
+def make_row(slot: int, *block_ids: int) -> Any:
+    return SimpleNamespace(slot=slot, block_ids=list(block_ids))
+
+
+def make_shared(min_saved_tokens: int = 32) -> SharedRows:
+    return SharedRows(
+        max_num_seqs=6,
+        max_blocks=5,
+        block_size=16,
+        device=torch.device("cpu"),
+        min_saved_tokens=min_saved_tokens,
+    )
+
+
+def check_tensors(shared: SharedRows, block_ids: list[int], slots: set[int]) -> None:
+    tensors = shared.tensors
+    assert tensors.length.tolist() == [16 * len(block_ids)]
+    assert tensors.block_ids[: len(block_ids)].tolist() == block_ids
+    assert set(tensors.members.nonzero().flatten().tolist()) == slots
+    assert tensors.members.shape == (7,)  # padding rows read the last one's flag, or none
+
+
+def test_the_tensors_follow_the_rows_in_place() -> None:
+    shared = make_shared()
+    before = [tensor.data_ptr() for tensor in shared.tensors]
+    rows = [make_row(4, 7, 8, 1), make_row(0, 7, 8, 2), make_row(2, 9)]
+    assert shared.follow(rows)
+    check_tensors(shared, [7, 8], {0, 4})
+    rows.append(make_row(3, 7, 8, 3))
+    assert shared.follow(rows)
+    check_tensors(shared, [7, 8], {0, 3, 4})
+    # The slot of a row that ended has a new owner, which shares nothing.
+    assert shared.follow([rows[1], make_row(4, 5), rows[3]])
+    check_tensors(shared, [7, 8], {0, 3})
+    assert [tensor.data_ptr() for tensor in shared.tensors] == before
+
+
+def test_rows_that_save_too_little_are_left_alone() -> None:
+    rows = [make_row(0, 7, 8, 1), make_row(1, 7, 8, 2)]
+    assert make_shared(min_saved_tokens=32).follow(rows)
+    assert not make_shared(min_saved_tokens=33).follow(rows)
+    assert not make_shared(min_saved_tokens=0).follow([make_row(0, 1), make_row(1, 2)])
+    assert not make_shared(min_saved_tokens=0).follow([])
+
+
+def test_a_batch_that_stays_is_not_searched_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched = []
+
+    def search(lists: Any) -> CommonPrefix:
+        searched.append(1)
+        return find_common_prefix(lists)
+
+    monkeypatch.setattr(shared_prefix, "find_common_prefix", search)
+    shared, rows = make_shared(), [make_row(0, 7, 8), make_row(1, 7, 8)]
+    for _ in range(3):
+        assert shared.follow(rows)
+        rows[0].block_ids.append(20)
+    assert len(searched) == 1
+    # It gave way and came back with blocks of its own: the same row to look at.
+    rows[0].block_ids[:] = [3, 4]
+    shared.forget()
+    assert not shared.follow(rows)
+    assert len(searched) == 2
