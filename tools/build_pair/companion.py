@@ -1,15 +1,19 @@
 """A draft that learns beside the target, so that the target becomes one that drafts can follow.
 
 Its gradient reaches the target's features, as that of the extra heads of multi-token prediction
-does (Gloeckle et al., arXiv 2404.19737), and the target's distribution is pulled a little towards
-the draft's. It shares embedding and head with the target; what it learnt starts the EAGLE-3 draft.
+does (Gloeckle et al., arXiv 2404.19737), and on corpus text the target's distribution is pulled a
+little towards the draft's. On the target's own text it is not: no corpus token speaks there against
+what both agree on, and a bad habit would confirm itself. The draft shares embedding and head with
+the target; what it learnt starts the EAGLE-3 draft.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from tools.build_pair.draft import Draft, attend
@@ -29,11 +33,13 @@ TOKENS = 32_768
 class Companion:
     """The draft, its optimiser and its loss on a batch that the target was just run on."""
 
-    def __init__(self, target: Target, compiled: bool) -> None:
+    def __init__(self, target: Target, compiled: bool, start: Path | None = None) -> None:
         weight = target.embed_tokens.weight
         self.target = target
         self.draft = Draft(target.shape, weight, target.shape.vocab).to(weight.device)
         self.draft.reset(torch.arange(target.shape.vocab, device=weight.device))
+        if start is not None:
+            self.draft.load_state_dict(load_file(start), strict=False)
         self.draft.lm_head.weight = weight
         self.soft: Any = soft_loss
         if compiled:
@@ -49,23 +55,23 @@ class Companion:
         counted = torch.zeros_like(tokens, dtype=torch.bool)
         counted[:, :-1] = tokens[:, 1:] != PAD_ID
         aux = torch.cat([streams[i][part] for i in self.draft.aux], dim=-1)
-        loss, self.hits = self._loss(tokens, last[part], aux, counted, 3)
+        loss, self.hits = self._loss(tokens, last[part], aux, counted, 3, PULL)
         return loss
 
     def on_samples(self, done: Completions) -> Tensor:
-        """Four passes over what the target wrote, which is run anew."""
+        """Four passes over what the target wrote; the target is run on it anew."""
         with torch.autocast(done.tokens.device.type, torch.bfloat16):
             last, aux = self.target.features(done.tokens, self.draft.aux)
         counted = written_by_target(done.tokens, done)
-        loss, self.hits = self._loss(done.tokens, last, aux, counted, 4)
+        loss, self.hits = self._loss(done.tokens, last, aux, counted, 4, 0.0)
         return loss
 
     def _loss(
-        self, tokens: Tensor, last: Tensor, aux: Tensor, counted: Tensor, steps: int
+        self, tokens: Tensor, last: Tensor, aux: Tensor, counted: Tensor, steps: int, pull: float
     ) -> tuple[Tensor, Tensor]:
         return draft_loss(
             self.draft, self.target, tokens, last, aux, counted,
-            steps=steps, decay=0.8, soft=self.soft, pull=PULL,
+            steps=steps, decay=0.8, soft=self.soft, pull=pull,
         )  # fmt: skip
 
     def learnt(self) -> dict[str, Tensor]:

@@ -16,13 +16,14 @@ from tools.build_pair.batches import BUCKETS, Batches
 from tools.build_pair.companion import STRENGTH, Companion
 from tools.build_pair.encode import Records
 from tools.build_pair.losses import held_out_loss, labels_of, loop_loss, loss_of, next_token_loss
-from tools.build_pair.model import Shape, Target, save_target
+from tools.build_pair.model import Shape, Target, load_target, save_target
 from tools.build_pair.optimiser import Muon, schedule
 from tools.build_pair.own_samples import SampleBatches, sample_all
 from tools.build_pair.prompts import PromptPool
 from tools.build_pair.sample_target import Sampler
 
-HEALING_WEIGHT = 0.6
+HEALING_WEIGHT = 0.3
+LOOPS_EVERY = 8  # steps of the phase together: completions take longer than a step
 COMPANY_FROM = 0.35  # share of the pretraining after which the companion draft joins
 TOGETHER_RATE = 0.25  # of the pretraining's peak rates
 
@@ -189,26 +190,48 @@ def together(
     batches = iter(data)
     started, step, share = time.time(), 0, 0.0
     while (progress := (time.time() - started) / seconds) < 1:
-        factor = schedule(progress, warm=0.05, flat=0.2)
-        drafted = companion.on_samples(samples.draw())
-        (STRENGTH * drafted).backward()
-        written = next_token_loss(model, next(batches))
-        written.backward()
-        if step % 4 == 0:
+        value = pretrain_loss(model, companion, next(batches), loss_of, 1.0)
+        value.backward()
+        (STRENGTH * companion.on_samples(samples.draw())).backward()
+        if step % LOOPS_EVERY == 0:
             unlikely, share = loops.loss()
-            (4 * HEALING_WEIGHT * unlikely).backward()
-        optimiser.step(TOGETHER_RATE * factor)
+            (LOOPS_EVERY * HEALING_WEIGHT * unlikely).backward()
+        optimiser.step(TOGETHER_RATE * schedule(progress, warm=0.05, flat=0.2))
         companion.optimiser.step(0.5 * schedule(progress, warm=0.05, flat=0.5))
         if step % 25 == 0:
             log.append({
                 "together": step,
-                "loss": round(float(written.detach()), 3),
+                "loss": round(float(value.detach()), 3),
                 "repeated": round(share, 3),
                 "agreement": [round(x, 3) for x in companion.hits.tolist()],
             })  # fmt: skip
             print(log[-1], flush=True)
         step += 1
     print(f"{step} steps together", flush=True)
+
+
+class Stage:
+    """Data of a stage of training, and what it leaves behind: checkpoint, companion, log."""
+
+    def __init__(self, folder: Path, out: Path, device: str, tokens: int, name: str) -> None:
+        torch.manual_seed(0)
+        torch.set_float32_matmul_precision("high")
+        self.records = Records.load(folder / "train.npz.xz")
+        self.held = Records.load(folder / "held.npz.xz")
+        self.data = Batches(self.records, tokens, device, seed=len(name))
+        self.out, self.device, self.name = out, device, name
+        self.log: list[dict[str, Any]] = []
+        self.result: dict[str, Any] = {}
+
+    def keep(self, measure: str, model: Target, companion: Companion) -> None:
+        """Measure the held-out loss under the name `measure` and write everything down."""
+        self.result[measure] = held_out_loss(bf16_copy(model), self.held, self.device)
+        print(measure, self.result[measure], flush=True)
+        save_target(model, self.out / "target")
+        save_file(companion.learnt(), self.out / "companion.safetensors")
+        self.result["training_records_tokens"] = int(self.records.lengths.sum(dtype="int64"))
+        log = json.dumps({**self.result, "log": self.log}) + "\n"
+        (self.out / f"{self.name}_log.json").write_text(log)
 
 
 def train(
@@ -219,43 +242,66 @@ def train(
     device: str,
     seconds: float,
     loop_seconds: float,
-    together_seconds: float,
+    tokens: int,
+) -> None:
+    """Pretrain and end the loops; writes target/, companion.safetensors and target_log.json."""
+    stage = Stage(data_folder, out, device, tokens, "target")
+    model = Target(shape)
+    model.reset()
+    model = model.to(device)
+    companion = Companion(model, device == "cuda")
+    pretrain(model, companion, stage.data, seconds, device == "cuda", stage.log)
+    stage.keep("held_out_loss", model, companion)
+    # Strong, which ends the loops and leaves scars; the phase together is mild and heals them.
+    loops = Loops(model, stage.data, PromptPool(stage.records, device))
+    against_loops(model, stage.data, loops, loop_seconds, 4.0, stage.log)
+    stage.keep("held_out_loss_after_loops", model, companion)
+
+
+def tune_together(
+    data_folder: Path,
+    out: Path,
+    *,
+    device: str,
+    seconds: float,
     sample_seconds: float,
     rows: int,
     tokens: int,
 ) -> None:
-    """Train from the arrays in `data_folder`.
+    """The phase together on what `out` holds of the stage before; writes it anew."""
+    stage = Stage(data_folder, out, device, tokens, "together")
+    model = load_target(out / "target", device, torch.float32).requires_grad_(True).train()
+    companion = Companion(model, False, out / "companion.safetensors")
+    pool = PromptPool(stage.records, device, seed=3)
+    samples = SampleBatches(sample_all(bf16_copy(model), pool, sample_seconds, rows), tokens)
+    loops = Loops(model, stage.data, pool)
+    together(model, companion, stage.data, samples, loops, seconds, stage.log)
+    stage.keep("held_out_loss", model, companion)
 
-    Writes the checkpoint to `out`, target_log.json and companion.safetensors beside it.
+
+def polish(data_folder: Path, out: Path, *, device: str, steps: int, tokens: int = 4096) -> None:
+    """The ordinary loss alone for a few small steps, which take scars away; writes target/ anew.
+
+    The rate falls as if there were 200 steps: each of them lets some loops come back, so that it is
+    the number of steps that is chosen.
     """
-    torch.manual_seed(0)
-    torch.set_float32_matmul_precision("high")
+    torch.manual_seed(5)
     records = Records.load(data_folder / "train.npz.xz")
+    model = load_target(out / "target", device, torch.float32).requires_grad_(True).train()
+    batches = iter(Batches(records, tokens, device, seed=99, text_weight=3))
+    optimiser = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
+    for step in range(steps):
+        for group in optimiser.param_groups:
+            group["lr"] = 2e-4 * min(1.0, step / 5) * max(0.02, 1 - step / 200)
+        loss = next_token_loss(model, next(batches))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimiser.step()
+        optimiser.zero_grad(set_to_none=True)
+        if step % 10 == 0:
+            print(f"polish: step {step} loss {float(loss.detach()):.3f}", flush=True)
     held = Records.load(data_folder / "held.npz.xz")
-    model = Target(shape)
-    model.reset()
-    model = model.to(device)
-    data = Batches(records, tokens, device)
-    companion = Companion(model, device == "cuda")
-    log: list[dict[str, Any]] = []
-    result: dict[str, Any] = {}
-
-    def keep(name: str) -> None:
-        result[name] = held_out_loss(bf16_copy(model), held, device)
-        print(name, result[name], flush=True)
-        save_target(model, out)
-        save_file(companion.learnt(), out.parent / "companion.safetensors")
-        result["training_records_tokens"] = int(records.lengths.sum(dtype="int64"))
-        (out.parent / "target_log.json").write_text(json.dumps({**result, "log": log}) + "\n")
-
-    pretrain(model, companion, data, seconds, device == "cuda", log)
-    keep("held_out_loss")
-    pool = PromptPool(records, device)
-    loops = Loops(model, data, pool)
-    # Strong, which ends the loops and leaves scars; what follows is mild and heals them.
-    against_loops(model, data, loops, loop_seconds, 4.0, log)
-    keep("held_out_loss_after_loops")
-    drawn = sample_all(bf16_copy(model), pool, sample_seconds, rows)
-    samples = SampleBatches(drawn, tokens, seed=1)
-    together(model, companion, data, samples, loops, together_seconds, log)
-    keep("held_out_loss_after_together")
+    save_target(model, out / "target")
+    result = {"held_out_loss": held_out_loss(bf16_copy(model), held, device)}
+    print(result, flush=True)
+    (out / "polish_log.json").write_text(json.dumps(result) + "\n")
