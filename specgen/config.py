@@ -7,6 +7,7 @@ build and check a configuration instantly.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,6 +26,8 @@ LOAD_FORMATS = ("auto", "dummy")
 KERNEL_BACKENDS = ("auto", "triton", "reference")
 OVERLONG = ("error", "truncate-left")
 GENERATION_CONFIGS = ("auto", "none")
+MAX_SPECULATIVE_TOKENS = 32
+_AUTO = re.compile(r"auto(?::(\d{1,4}))?", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,8 @@ class EngineConfig:
         max_model_len: Longest sequence, prompt and completion together, in tokens.
         max_num_seqs: Rows that decode at the same time.
         max_num_batched_tokens: Prompt tokens of one prefill step.
-        num_speculative_tokens: k, the drafts a row proposes in a step.
+        num_speculative_tokens: k, the drafts a row proposes in a step; ``auto`` or ``auto:N``
+            chooses it step by step, up to N.
         synthetic_acceptance: What the rule ``synthetic`` accepts: a mean length from 1 to k + 1, or
             k rates that do not increase. Its output does not follow the target.
         draft_aux_layers: Boundaries 0..layers of the target whose streams the draft reads, where
@@ -78,7 +82,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     num_kv_blocks: int | None = None
     block_size: int = 16
-    num_speculative_tokens: int | None = None
+    num_speculative_tokens: int | str | None = None
     draft_sample: DraftSample = "greedy"
     rejection_sample: RejectionSample = "standard"
     synthetic_acceptance: SyntheticAcceptance | None = None
@@ -114,15 +118,11 @@ class EngineConfig:
             ("max_num_seqs", 1),
             ("max_num_batched_tokens", 1),
             ("num_kv_blocks", 1),
-            ("num_speculative_tokens", 0),
         ):
             value = getattr(self, name)
             if value is not None and value < minimum:
                 raise UsageError(f"{_flag(name)} must be at least {minimum}, got {value}")
-        if self.num_speculative_tokens is not None and self.num_speculative_tokens > 32:
-            raise UsageError(
-                f"--num-speculative-tokens must be at most 32, got {self.num_speculative_tokens}"
-            )
+        parse_num_speculative_tokens(self.num_speculative_tokens)
         if (self.rejection_sample == "synthetic") != (self.synthetic_acceptance is not None):
             raise UsageError(
                 "--rejection-sample synthetic and --synthetic-acceptance belong together",
@@ -161,7 +161,8 @@ class ResolvedConfig:
         device: ``"cpu"`` or ``"cuda"``.
         dtype: torch dtype name of weights and caches.
         eos_token_ids: All ids that end a sequence, ascending.
-        num_speculative_tokens: k; 0 without a draft.
+        num_speculative_tokens: k, or the largest if it is chosen step by step; 0 without a draft.
+        auto_draft_length: Whether it is chosen step by step.
         synthetic_rates: The k unconditional rates of the rule ``synthetic``; ``None`` under others.
     """
 
@@ -182,6 +183,7 @@ class ResolvedConfig:
     num_kv_blocks: int | None
     block_size: int
     num_speculative_tokens: int
+    auto_draft_length: bool
     draft_sample: DraftSample
     rejection_sample: RejectionSample
     synthetic_rates: tuple[float, ...] | None
@@ -195,6 +197,34 @@ class ResolvedConfig:
     cuda_graphs: bool
     eos_token_ids: tuple[int, ...]
     vocab_size: int
+
+
+def parse_num_speculative_tokens(value: int | str | None) -> tuple[bool | None, int | None]:
+    """Whether k is chosen step by step, and k or its limit; None where it was not said.
+
+    Raises:
+        UsageError: it is neither a number nor ``auto`` or ``auto:N``, or out of range.
+    """
+    if value is None:
+        return None, None
+    auto, k, least = False, value, 0
+    if isinstance(value, str):
+        found = _AUTO.fullmatch(value)
+        if found is None:
+            raise UsageError(
+                f"--num-speculative-tokens must be a number, auto or auto:N, got {value!r}"
+            )
+        if found[1] is None:
+            return True, None
+        auto, k, least = True, int(found[1]), 1
+    assert isinstance(k, int)
+    if k < least:
+        raise UsageError(f"--num-speculative-tokens must be at least {least}, got {value}")
+    if k > MAX_SPECULATIVE_TOKENS:
+        raise UsageError(
+            f"--num-speculative-tokens must be at most {MAX_SPECULATIVE_TOKENS}, got {value}"
+        )
+    return auto, k
 
 
 def _flag(field: str) -> str:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from specgen.config import EngineConfig, ResolvedConfig
+from specgen.config import EngineConfig, ResolvedConfig, parse_num_speculative_tokens
 from specgen.errors import EnvironmentProblem, ModelError, UsageError
 from specgen.hub import is_hub_id, locate
 from specgen.models.config_reader import ConfigReader
@@ -18,6 +18,7 @@ BUILTIN_TARGET = _PAIR / "target"
 BUILTIN_DRAFT = _PAIR / "draft"
 
 DEFAULT_NUM_SPECULATIVE_TOKENS = 3
+DEFAULT_LIMIT_OF_AUTO = 5
 _DEFAULT_SEQS = {"cpu": 16, "cuda": 256}
 _DEFAULT_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
 
@@ -49,11 +50,9 @@ def resolve(config: EngineConfig, *, with_weights: bool = True) -> ResolvedConfi
             f"{model.longest_context} positions",
             f"give at most {model.longest_context}",
         )
-    k = config.num_speculative_tokens
-    if draft_dir is None:
-        k = 0
-    elif k is None:
-        k = DEFAULT_NUM_SPECULATIVE_TOKENS
+    auto, k = _draft_length(config, device)
+    if draft_dir is None or k == 0:
+        auto, k = False, 0
     if config.synthetic_acceptance is not None and k == 0:
         raise UsageError(
             "--rejection-sample synthetic needs drafts to judge", "give a draft, or leave it out"
@@ -76,6 +75,7 @@ def resolve(config: EngineConfig, *, with_weights: bool = True) -> ResolvedConfi
         num_kv_blocks=config.num_kv_blocks,
         block_size=config.block_size,
         num_speculative_tokens=k,
+        auto_draft_length=auto,
         draft_sample=config.draft_sample,
         rejection_sample=config.rejection_sample,
         synthetic_rates=None
@@ -93,6 +93,18 @@ def resolve(config: EngineConfig, *, with_weights: bool = True) -> ResolvedConfi
         eos_token_ids=_eos_token_ids(model_dir, model.eos_token_ids),
         vocab_size=model.vocab_size,
     )
+
+
+def _draft_length(config: EngineConfig, device: str) -> tuple[bool, int]:
+    """Whether k is chosen step by step, by default on a GPU, and k or its limit."""
+    auto, k = parse_num_speculative_tokens(config.num_speculative_tokens)
+    if auto is None:
+        auto = device == "cuda"
+    if k is None and isinstance(config.synthetic_acceptance, tuple):
+        k = len(config.synthetic_acceptance)
+    if k is None:
+        k = DEFAULT_LIMIT_OF_AUTO if auto else DEFAULT_NUM_SPECULATIVE_TOKENS
+    return auto, k
 
 
 def generation_defaults(model_dir: str | Path) -> dict[str, Any]:

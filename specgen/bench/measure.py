@@ -28,6 +28,7 @@ class Measurement:
     num_input_tokens: int
     num_output_tokens: int
     num_steps: int
+    num_steps_by_k: dict[int, int]
     warmup_seconds: float
     seconds: float
     peak_memory: int
@@ -45,6 +46,7 @@ class Measurement:
             "input_tokens": self.num_input_tokens,
             "output_tokens": self.num_output_tokens,
             "steps": self.num_steps,
+            "decode_steps_by_k": {str(k): n for k, n in sorted(self.num_steps_by_k.items())},
             "seconds": round(self.seconds, 4),
             "tok_s": round(self.num_output_tokens / self.seconds, 1),
             "mean_acceptance_length": self.speculation.mean_acceptance_length,
@@ -70,6 +72,7 @@ def measure(engine: Engine, job: Job, *, temperature: float, seed: int = 0) -> M
     cuda = engine.config.device == "cuda"
     if cuda:
         torch.cuda.reset_peak_memory_stats()
+    before = engine.num_decode_steps_by_k
     seconds, outputs, num_steps = _run(engine, rows)
     return Measurement(
         job=job,
@@ -77,6 +80,7 @@ def measure(engine: Engine, job: Job, *, temperature: float, seed: int = 0) -> M
         num_input_tokens=sum(len(output.prompt_token_ids) for output in outputs),
         num_output_tokens=_count_output(job, outputs),
         num_steps=num_steps,
+        num_steps_by_k=dict(engine.num_decode_steps_by_k - before),
         warmup_seconds=warmup_seconds,
         seconds=seconds,
         peak_memory=torch.cuda.max_memory_allocated() if cuda else _host_peak(),

@@ -223,7 +223,8 @@ def _facts(flags: dict[str, Any], models: _Models, engine: Engine) -> dict[str, 
 
     described = engine.describe()
     settings = (
-        "num_speculative_tokens", "draft_sample", "rejection_sample", "synthetic_rates",
+        "num_speculative_tokens", "auto_draft_length", "draft_sample", "rejection_sample",
+        "synthetic_rates",
         "device", "dtype", "kernel_backend", "cuda_graphs", "cpu_threads", "max_num_seqs",
         "max_num_batched_tokens", "max_model_len", "num_kv_blocks", "draft_logits_bytes",
         "prefix_caching",

@@ -68,6 +68,16 @@ class DraftModel(Protocol):
         """
         ...
 
+    def write_cache(
+        self,
+        input_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        metadata: AttentionMetadata,
+        kv_caches: Sequence[KVCache],
+    ) -> None:
+        """Write the cache entries that :meth:`forward` would write, and nothing else."""
+        ...
+
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[R, H] -> [R, Vd]``."""
         ...

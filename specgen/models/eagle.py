@@ -9,6 +9,7 @@ import torch
 
 from specgen.errors import ModelError
 from specgen.models.attention import Attention, AttentionMetadata, KVCache
+from specgen.models.cache_entries import write_entries
 from specgen.models.config import DraftConfig, ModelConfig
 from specgen.models.draft import DraftOverrides
 from specgen.models.draft_head import (
@@ -135,6 +136,17 @@ class Eagle1Draft(DraftHead):
         normed, residual = self.post_attention_norm.add(attended, x)
         out = self.mlp(normed) + residual
         return out, out
+
+    def write_cache(
+        self,
+        input_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        metadata: AttentionMetadata,
+        kv_caches: Sequence[KVCache],
+    ) -> None:
+        """See :meth:`specgen.models.draft.DraftModel.write_cache`."""
+        x = self.fc(torch.cat((self.embed(input_ids), hidden), dim=-1))
+        write_entries(self.attention, x, self.cos_sin, metadata, kv_caches[0])
 
     def slots(self) -> dict[str, torch.Tensor]:
         """Checkpoint name -> the tensor to copy into."""

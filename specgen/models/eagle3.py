@@ -10,6 +10,7 @@ from torch import nn
 
 from specgen.errors import ModelError
 from specgen.models.attention import Attention, AttentionMetadata, KVCache
+from specgen.models.cache_entries import write_entries
 from specgen.models.config import ConfigReader, DraftConfig, ModelConfig
 from specgen.models.draft import DraftOverrides
 from specgen.models.draft_head import (
@@ -313,11 +314,25 @@ class Eagle3Draft(DraftHead):
         """See :meth:`specgen.models.draft.DraftModel.forward`."""
         normed_hidden = self.hidden_norm(hidden)
         residual = normed_hidden if self.config.norm_before_residual else hidden
-        x = torch.cat((self.input_norm(self.embed(input_ids)), normed_hidden), dim=-1)
+        x = self._layer_input(input_ids, normed_hidden)
         attended = self.attention(x, self.cos_sin, metadata, kv_caches[0])
         normed, residual = self.post_attention_norm.add(attended, residual)
         out, raw = self.norm.add(self.mlp.parts(normed), residual)
         return out, out if self.config.norm_output else raw
+
+    def write_cache(
+        self,
+        input_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        metadata: AttentionMetadata,
+        kv_caches: Sequence[KVCache],
+    ) -> None:
+        """See :meth:`specgen.models.draft.DraftModel.write_cache`."""
+        x = self._layer_input(input_ids, self.hidden_norm(hidden))
+        write_entries(self.attention, x, self.cos_sin, metadata, kv_caches[0])
+
+    def _layer_input(self, input_ids: torch.Tensor, normed_hidden: torch.Tensor) -> torch.Tensor:
+        return torch.cat((self.input_norm(self.embed(input_ids)), normed_hidden), dim=-1)
 
     def slots(self) -> dict[str, torch.Tensor]:
         """Checkpoint name -> the tensor to copy into."""

@@ -115,8 +115,15 @@ class DecodeGraphs:
         return self._buckets[-1]
 
     def bucket(self, num_rows: int) -> int:
-        """The smallest captured batch size that holds ``num_rows``."""
-        return next(size for size in self._buckets if size >= num_rows)
+        """The smallest captured batch size that holds ``num_rows``.
+
+        Raises:
+            torch.OutOfMemoryError: there is none, since memory ran out for larger ones.
+        """
+        for size in self._buckets:
+            if size >= num_rows:
+                return size
+        raise torch.OutOfMemoryError(f"no CUDA graph holds {num_rows} rows")
 
     def clear(self) -> None:
         """Forget all graphs, after a persistent tensor was replaced; waits for those that run."""

@@ -21,7 +21,8 @@ class Drafter:
     The pair (feature of position P, token of position P + 1) sits at position P and predicts token
     P + 2. The extend pass runs the pairs that a step committed, with the target's own features, and
     yields draft 1; pass j feeds back the draft's hidden state and draft j - 1. What those passes
-    wrote to the cache is overwritten by the next extend pass.
+    wrote to the cache is overwritten by the next extend pass. A step without drafts writes its
+    pairs to the cache and drops all drafts, so that rows can draft again after any step.
 
     Args:
         draft_sample: ``greedy`` proposes the most likely token, ``gumbel`` samples from the draft's
@@ -35,7 +36,6 @@ class Drafter:
         kernels: Kernels,
         state: RequestState,
         *,
-        num_speculative_tokens: int,
         draft_sample: DraftSample,
         block_size: int,
     ) -> None:
@@ -43,7 +43,6 @@ class Drafter:
         self._caches = caches
         self._kernels = kernels
         self._state = state
-        self._k = num_speculative_tokens
         self._sampled = draft_sample == "gumbel"
         self._position_limit = model.config.position_limit
         self._block_size = block_size
@@ -62,6 +61,7 @@ class Drafter:
         next_ids: torch.Tensor,
         slot_ids: torch.Tensor,
         last_idx: torch.Tensor,
+        num_speculative_tokens: int,
     ) -> None:
         """Extend over the prompt chunks; draft for the rows (``slot_ids``) that start decoding.
 
@@ -69,18 +69,22 @@ class Drafter:
             features: [T, ·] of the chunks' tokens.
             next_ids: int32 [T], ``batch.next_ids`` completed with the tokens sampled in this step.
             last_idx: int64 [B], row of each starting request's last pair.
+            num_speculative_tokens: drafts to make.
         """
         hidden = self._model.fuse(features)
+        if num_speculative_tokens == 0 or slot_ids.numel() == 0:
+            self._model.write_cache(next_ids, hidden, batch.metadata, self._caches)
+            return
         logits_hidden, feedback = self._model.forward(
             next_ids, hidden, batch.metadata, self._caches
         )
-        if slot_ids.numel():
-            self._propose(
-                slot_ids,
-                logits_hidden[last_idx],
-                feedback[last_idx],
-                max_context_len=batch.metadata.max_context_len,
-            )
+        self._propose(
+            slot_ids,
+            logits_hidden[last_idx],
+            feedback[last_idx],
+            num_speculative_tokens,
+            max_context_len=batch.metadata.max_context_len,
+        )
 
     def after_decode(
         self,
@@ -92,7 +96,7 @@ class Drafter:
         *,
         max_context_len: int,
     ) -> None:
-        """Extend over the committed tokens of a decode step and draft again.
+        """Extend over the committed tokens of a decode step and draft as many as it judged.
 
         Args:
             tokens: int32 [B, k + 1] that the step emitted.
@@ -121,6 +125,10 @@ class Drafter:
             max_context_len=max_context_len,
         )
         hidden = self._model.fuse(features)
+        if num_queries == 1:  # a step without drafts
+            self._model.write_cache(extend.input_ids.flatten(), hidden, metadata, self._caches)
+            state.num_draft_tokens.index_fill_(0, state.rows(slot_ids), 0)
+            return
         logits_hidden, feedback = self._model.forward(
             extend.input_ids.flatten(), hidden, metadata, self._caches
         )
@@ -128,6 +136,7 @@ class Drafter:
             slot_ids,
             logits_hidden[extend.last_idx],
             feedback[extend.last_idx],
+            num_queries - 1,
             max_context_len=max_context_len,
         )
 
@@ -136,6 +145,7 @@ class Drafter:
         slot_ids: torch.Tensor,
         logits_hidden: torch.Tensor,
         feedback: torch.Tensor,
+        k: int,
         *,
         max_context_len: int,
     ) -> None:
@@ -145,7 +155,7 @@ class Drafter:
         usable = state.active[rows] & (slot_ids >= 0)
         count = torch.zeros_like(slot_ids)
         drafts: list[torch.Tensor] = []
-        for j in range(self._k):
+        for j in range(k):
             if self._position_limit is not None:
                 # Draft j comes from position n - 2 + j, which the head's rope must reach.
                 usable = usable & (state.seq_lens[rows] + (j - 2) < self._position_limit)
@@ -158,7 +168,7 @@ class Drafter:
             usable = usable & ok
             count += usable
             drafts.append(tokens.clamp_min(0))
-        state.draft_tokens[rows] = torch.stack(drafts, dim=1)
+        state.draft_tokens[:, :k][rows] = torch.stack(drafts, dim=1)
         state.num_draft_tokens[rows] = torch.minimum(count, state.draft_limits[rows])
 
     def _pass(

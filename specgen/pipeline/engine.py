@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -59,6 +59,7 @@ class Engine:
         self._num_memory_faults = 0
         self._num_generated_tokens = 0
         self._num_steps = 0
+        self._num_decode_steps_by_k: Counter[int] = Counter()
 
     @property
     def num_running(self) -> int:
@@ -79,6 +80,11 @@ class Engine:
     def num_steps(self) -> int:
         """Steps launched so far, prefill and decode."""
         return self._num_steps
+
+    @property
+    def num_decode_steps_by_k(self) -> Counter[int]:
+        """Decode steps launched so far, by their draft length k."""
+        return self._num_decode_steps_by_k.copy()
 
     @property
     def num_memory_faults(self) -> int:
@@ -229,21 +235,26 @@ class Engine:
 
     def _prefill(self, scheduled: ScheduledStep) -> None:
         batch = build_prefill_batch(scheduled.chunks, self._state, self.config.block_size)
-        record = self._runner.prefill(batch)
+        record = self._runner.prefill(batch, scheduled.num_speculative_tokens)
         self._scheduler.prefill_done(scheduled.chunks)
         last = [chunk.request for chunk in scheduled.chunks if chunk.is_last]
         fresh = [request for request in last if not request.is_resuming]
-        self._in_flight.push(fresh, record, 1)
+        self._in_flight.push(fresh, record, None)
 
     def _decode(self, scheduled: ScheduledStep) -> None:
         k = scheduled.num_speculative_tokens
         record = self._runner.decode(scheduled.decode, k, scheduled.max_num_tokens)
-        self._in_flight.push(scheduled.decode, record, k + 1)
+        self._num_decode_steps_by_k[k] += 1
+        self._in_flight.push(scheduled.decode, record, k)
 
     def _read_record(self) -> None:
         """Wait for the oldest step under way, if there is one, and account for it."""
         if self._in_flight:
-            self._update(self._in_flight.pop())
+            step = self._in_flight.pop()
+            self._update(step)
+            if (k := step.num_speculative_tokens) is not None:
+                num_rows = len(step.requests)
+                self._scheduler.draft_length.observe(step.records, num_rows, k, step.seconds)
         if not self._scheduler.has_unfinished:
             self._in_flight.clear()
 

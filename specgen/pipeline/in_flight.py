@@ -8,6 +8,7 @@ two steps, so a step may overwrite the tensor that its predecessor's record was 
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,20 +30,28 @@ class ReadStep:
     Attributes:
         requests: The rows it ran, as they were when it was launched; some may have ended since.
         records: What it did to each of them.
-        max_num_tokens: The most tokens that it may have added to a row.
+        num_speculative_tokens: The k of a decode step; None for a prefill step.
+        seconds: From the end of the step before it to its own, waits for the host included; None
+            if nothing ran before.
     """
 
     requests: Sequence[Request]
     records: Sequence[RowRecord]
-    max_num_tokens: int
+    num_speculative_tokens: int | None
+    seconds: float | None
+
+    @property
+    def max_num_tokens(self) -> int:
+        """The most tokens that it may have added to a row."""
+        return (self.num_speculative_tokens or 0) + 1
 
 
 @dataclass(frozen=True)
 class _Launched:
     requests: Sequence[Request]
-    buffer: int
+    number: int
     width: int
-    max_num_tokens: int
+    num_speculative_tokens: int | None
 
 
 class InFlight:
@@ -65,7 +74,7 @@ class InFlight:
         self._buffers = torch.zeros(
             (num_buffers, max_num_rows * max_width), dtype=torch.int32, pin_memory=on_gpu
         )
-        self._events = [torch.cuda.Event() for _ in range(num_buffers)] if on_gpu else None
+        self._ends = [_End(on_gpu) for _ in range(num_buffers + 1)]
 
     def __len__(self) -> int:
         """Steps under way."""
@@ -76,34 +85,66 @@ class InFlight:
         """Whether a record must be read before another step is launched."""
         return len(self._steps) > self.max_lag
 
-    def push(self, requests: Sequence[Request], record: torch.Tensor, max_num_tokens: int) -> None:
+    def push(
+        self, requests: Sequence[Request], record: torch.Tensor, num_speculative_tokens: int | None
+    ) -> None:
         """Have the record of the step just launched copied to the host.
 
         Args:
             requests: The rows of the step.
             record: Int32 [R or more, width], on the device; its first R rows are theirs.
-            max_num_tokens: The most tokens that the step may add to a row.
+            num_speculative_tokens: The k of a decode step; None for a prefill step.
         """
         assert len(self._steps) <= _LARGEST_LAG, "a record would overwrite one that is not read"
         num_rows, width = len(requests), record.shape[1]
-        buffer = self._num_launched % len(self._buffers)
         self._num_launched += 1
-        self._view(buffer, num_rows, width).copy_(record[:num_rows], non_blocking=True)
-        if self._events is not None:
-            self._events[buffer].record()
-        self._steps.append(_Launched(requests, buffer, width, max_num_tokens))
+        self._view(self._num_launched, num_rows, width).copy_(record[:num_rows], non_blocking=True)
+        self._end(self._num_launched).mark()
+        self._steps.append(_Launched(requests, self._num_launched, width, num_speculative_tokens))
 
     def pop(self) -> ReadStep:
         """Wait for the oldest step and read its record."""
         step = self._steps.popleft()
-        if self._events is not None:
-            self._events[step.buffer].synchronize()
-        records = unpack_record(self._view(step.buffer, len(step.requests), step.width))
-        return ReadStep(step.requests, records, step.max_num_tokens)
+        end = self._end(step.number)
+        end.wait()
+        records = unpack_record(self._view(step.number, len(step.requests), step.width))
+        seconds = end.since(self._end(step.number - 1)) if step.number > 1 else None
+        return ReadStep(step.requests, records, step.num_speculative_tokens, seconds)
 
     def clear(self) -> None:
         """Forget steps whose rows have all ended: they changed nothing."""
         self._steps.clear()
 
-    def _view(self, buffer: int, num_rows: int, width: int) -> torch.Tensor:
-        return self._buffers[buffer, : num_rows * width].view(num_rows, width)
+    def _view(self, number: int, num_rows: int, width: int) -> torch.Tensor:
+        buffer = self._buffers[number % len(self._buffers)]
+        return buffer[: num_rows * width].view(num_rows, width)
+
+    def _end(self, number: int) -> _End:
+        return self._ends[number % len(self._ends)]
+
+
+class _End:
+    """The moment at which a step and the copy of its record are done."""
+
+    def __init__(self, on_gpu: bool) -> None:
+        self._event = torch.cuda.Event(enable_timing=True) if on_gpu else None
+        self._time = 0.0
+
+    def mark(self) -> None:
+        """Take the end of what was launched so far."""
+        if self._event is not None:
+            self._event.record()
+        else:
+            self._time = time.perf_counter()
+
+    def wait(self) -> None:
+        """Wait for it."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def since(self, earlier: _End) -> float:
+        """Seconds from an earlier end; both have come."""
+        if self._event is None or earlier._event is None:
+            return self._time - earlier._time
+        milliseconds: float = earlier._event.elapsed_time(self._event)
+        return milliseconds / 1e3

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -18,6 +20,7 @@ from specgen.models.weights import inspect_draft, load_draft, load_target
 from specgen.pipeline.block_manager import BlockManager
 from specgen.pipeline.cpu_threads import fit_cpu_threads
 from specgen.pipeline.cuda_graphs import CudaCapture, DecodeGraphs
+from specgen.pipeline.draft_length import AutoDraftLength, DraftLength, FixedDraftLength
 from specgen.pipeline.drafter import Drafter
 from specgen.pipeline.in_flight import InFlight
 from specgen.pipeline.kv_cache import (
@@ -267,7 +270,6 @@ def _assemble(
             caches.draft,
             kernels,
             state,
-            num_speculative_tokens=k,
             draft_sample=config.draft_sample,
             block_size=block_size,
         )
@@ -291,11 +293,15 @@ def _assemble(
         max_context_len=max_context_len,
         graphs=graphs,
     )
+    draft_length: DraftLength = FixedDraftLength(k)
+    if config.auto_draft_length:
+        draft_length = AutoDraftLength(k, config.max_num_seqs, _measure(runner))
     scheduler = Scheduler(
         block_manager=BlockManager(num_blocks, block_size),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         num_speculative_tokens=k,
+        draft_length=draft_length,
         min_prefill_tokens=_MIN_PREFILL_TOKENS[config.device],
     )
     return Pipeline(
@@ -317,6 +323,16 @@ def _assemble(
         graphs=graphs,
         kernel_backend=kernels.backend,
     )
+
+
+def _measure(runner: ModelRunner) -> Callable[[int, int], float]:
+    def measure(num_rows: int, k: int) -> float:
+        try:
+            return runner.time_inert_step(num_rows, k)
+        except torch.OutOfMemoryError:
+            return math.inf  # a k that is never to be chosen
+
+    return measure
 
 
 def step_bytes(config: ResolvedConfig, target: TargetModel) -> int:

@@ -6,7 +6,9 @@ on the device, which is copied out behind it and read later.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -25,6 +27,8 @@ from specgen.pipeline.request_state import RequestState
 from specgen.pipeline.sampler import Sampler
 from specgen.pipeline.step_record import pack_record
 from specgen.pipeline.uploads import upload
+
+_NUM_TIMED_STEPS = 4
 
 
 class ModelRunner:
@@ -61,8 +65,11 @@ class ModelRunner:
         self._graphs = graphs
 
     @torch.inference_mode()
-    def prefill(self, batch: PrefillBatch) -> torch.Tensor:
+    def prefill(self, batch: PrefillBatch, num_speculative_tokens: int) -> torch.Tensor:
         """Run prompt chunks; sample the first token of fresh requests; draft for all that start.
+
+        Args:
+            num_speculative_tokens: drafts to make.
 
         Returns:
             A record of the fresh requests, in the order of the chunks; see :mod:`.step_record`.
@@ -89,10 +96,10 @@ class ModelRunner:
                 next_ids,
                 slots,
                 torch.cat((batch.fresh_idx, batch.resumed_idx)),
+                num_speculative_tokens,
             )
         return pack_record(tokens, num_sampled, torch.zeros_like(num_sampled), committed)
 
-    @torch.inference_mode()
     def decode(
         self, requests: Sequence[Request], num_speculative_tokens: int, max_num_tokens: int
     ) -> torch.Tensor:
@@ -101,33 +108,70 @@ class ModelRunner:
         Args:
             max_num_tokens: bound on the committed tokens of the longest row.
         """
-        needs_filter = any(r.needs_filter for r in requests)
         slots = [-1 if r.slot is None else r.slot for r in requests]
+        needs_filter = any(r.needs_filter for r in requests)
+        drafts = any(r.num_speculative_tokens for r in requests)
+        return self._decode(slots, num_speculative_tokens, needs_filter, drafts, max_num_tokens)
+
+    def time_inert_step(self, num_rows: int, num_speculative_tokens: int) -> float:
+        """Seconds of a decode step whose rows are all inert; waits for the device."""
+        run = partial(
+            self._decode,
+            [-1] * num_rows,
+            num_speculative_tokens,
+            needs_filter=False,
+            keeps_drafts=True,
+            max_num_tokens=1,
+        )
+        run()  # captures, compiles
+        self._wait()
+        started = time.perf_counter()
+        for _ in range(_NUM_TIMED_STEPS):
+            run()
+        self._wait()
+        return (time.perf_counter() - started) / _NUM_TIMED_STEPS
+
+    def _wait(self) -> None:
+        if self._state.device.type == "cuda":
+            torch.cuda.synchronize(self._state.device)
+
+    @torch.inference_mode()
+    def _decode(
+        self,
+        slots: list[int],
+        num_speculative_tokens: int,
+        needs_filter: bool,
+        keeps_drafts: bool,
+        max_num_tokens: int,
+    ) -> torch.Tensor:
+        k = num_speculative_tokens
         if self._graphs is not None:
 
             def step(graph_slots: torch.Tensor) -> torch.Tensor:
                 return self.decode_step(
-                    graph_slots, num_speculative_tokens, needs_filter, self._max_context_len
+                    graph_slots, k, needs_filter, keeps_drafts, self._max_context_len
                 )
 
-            return self._graphs.run(slots, (num_speculative_tokens, needs_filter), step)
+            return self._graphs.run(slots, (k, needs_filter, keeps_drafts), step)
         slot_ids = upload(np.array(slots, dtype=np.int32), self._state.device)
         # The draft passes may look ahead beyond what the step commits.
-        max_context_len = max_num_tokens + 2 * num_speculative_tokens + 1
-        return self.decode_step(slot_ids, num_speculative_tokens, needs_filter, max_context_len)
+        max_context_len = max_num_tokens + 2 * k + 1
+        return self.decode_step(slot_ids, k, needs_filter, keeps_drafts, max_context_len)
 
     def decode_step(
         self,
         slot_ids: torch.Tensor,
         num_speculative_tokens: int,
         needs_filter: bool,
+        keeps_drafts: bool,
         max_context_len: int,
     ) -> torch.Tensor:
         """Target over k+1 positions a row, judge, commit, draft again: the unit of a CUDA graph.
 
         Args:
             slot_ids: int32 [B], -1 on padding rows.
-            num_speculative_tokens: k of this step; 0 skips the draft.
+            num_speculative_tokens: k of this step, and of the drafts made for the next.
+            keeps_drafts: whether a row may draft, now or later; otherwise the draft is left out.
             max_context_len: host bound on the context of any row in the step.
 
         Returns:
@@ -163,7 +207,7 @@ class ModelRunner:
             logits, slot_ids, inputs, needs_filter=needs_filter
         )
         committed = self._commit(slot_ids, tokens, num_sampled, ok, inputs.num_draft_tokens)
-        if self._drafter is not None and k > 0:
+        if self._drafter is not None and keeps_drafts:
             features = self._drafter.features(hidden, aux)
             self._drafter.after_decode(
                 slot_ids, inputs, tokens, committed, features, max_context_len=max_context_len

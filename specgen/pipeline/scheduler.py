@@ -20,6 +20,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from specgen.pipeline.block_manager import BlockManager
+from specgen.pipeline.draft_length import DraftLength, FixedDraftLength
 from specgen.pipeline.request import Request
 from specgen.pipeline.step_limits import StepLimits
 
@@ -47,7 +48,8 @@ class ScheduledStep:
         grown: Requests whose block list changed; their block tables must be written.
         preempted: Slots taken back; their device rows must be made inert first.
         max_num_tokens: Committed tokens that the longest row of a decode step may have.
-        num_speculative_tokens: The draft length k of a decode step.
+        num_speculative_tokens: The draft length k of a decode step; of a prefill step, how many
+            drafts to make for the rows that start.
     """
 
     chunks: tuple[PrefillChunk, ...] = ()
@@ -65,7 +67,8 @@ class Scheduler:
     Args:
         max_num_seqs: Slots.
         max_num_batched_tokens: Prompt tokens of one prefill step.
-        num_speculative_tokens: k of the engine; 0 without a draft.
+        num_speculative_tokens: k of the engine, or the largest; 0 without a draft.
+        draft_length: Chooses the k of a step; without it, k never changes.
         min_prefill_tokens: Do not interrupt decoding for fewer prompt tokens than this, unless a
             quarter of the slots is free.
     """
@@ -77,6 +80,7 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         num_speculative_tokens: int,
+        draft_length: DraftLength | None = None,
         min_prefill_tokens: int = 1024,
     ) -> None:
         self.blocks = block_manager
@@ -88,6 +92,7 @@ class Scheduler:
         self.limits = StepLimits(max_num_seqs, max_num_batched_tokens)
         self._min_prefill_tokens = min_prefill_tokens
         self._num_speculative_tokens = num_speculative_tokens
+        self.draft_length = draft_length or FixedDraftLength(num_speculative_tokens)
         # Rows whose block list changed, until a step takes the news to the device.
         self._grown: list[Request] = []
 
@@ -154,7 +159,13 @@ class Scheduler:
             admitted.append(request)
             # Scheduled before the next row is admitted: that one may share what this one writes.
             budget -= self._add_chunk(chunks, request, budget)
-        return ScheduledStep(chunks=tuple(chunks), admitted=tuple(admitted), grown=tuple(admitted))
+        starting = [chunk.request for chunk in chunks if chunk.is_last]
+        return ScheduledStep(
+            chunks=tuple(chunks),
+            admitted=tuple(admitted),
+            grown=tuple(admitted),
+            num_speculative_tokens=self._choose_k([*self.running, *starting]) if starting else 0,
+        )
 
     def _admit(self, request: Request) -> bool:
         """Give a request a slot and all blocks of its prefill, if there are enough."""
@@ -214,7 +225,7 @@ class Scheduler:
                 ready.append(request)
         if not ready and not preempted:
             return None  # all rows end in the steps under way
-        k = self._draft_length(ready)
+        k = self._choose_k(ready) if ready else 0
         for request in ready:
             request.num_pending_steps += 1
             request.num_pending_tokens += k + 1
@@ -236,10 +247,10 @@ class Scheduler:
             self._grown.append(request)
         return True
 
-    def _draft_length(self, requests: list[Request]) -> int:
-        """The draft length k of a step of these rows."""
-        wanted = any(request.num_speculative_tokens for request in requests)
-        return self._num_speculative_tokens if wanted else 0
+    def _choose_k(self, requests: list[Request]) -> int:
+        """The draft length of a step of these rows."""
+        limit = max(request.num_speculative_tokens for request in requests)
+        return self.draft_length.choose(len(requests), limit)
 
     def _preempt(self, request: Request) -> int:
         """Take everything from a running row and put it first in the queue; return its slot."""

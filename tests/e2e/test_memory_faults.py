@@ -33,8 +33,8 @@ def fail_when(engine: Engine, *, prefill: Fails | None = None, decode: Fails | N
     runner = engine._runner
     real_prefill, real_decode = runner.prefill, runner.decode
 
-    def failing_prefill(batch: Any) -> Any:
-        done = real_prefill(batch)  # the worst moment: everything is written on the device
+    def failing_prefill(batch: Any, *args: Any) -> Any:
+        done = real_prefill(batch, *args)  # the worst moment: everything is written on the device
         if prefill is not None and prefill(int(batch.input_ids.numel()), held(engine)):
             raise torch.OutOfMemoryError("injected")
         return done

@@ -37,7 +37,7 @@ def test_every_record_arrives_although_its_tensor_is_overwritten(lag: int, devic
         num_rows = 1 + step % 8
         graph_output.fill_(-7)
         graph_output[:num_rows] = record_of(step, num_rows, K, device)
-        in_flight.push([f"{step}/{row}" for row in range(num_rows)], graph_output, K + 1)  # type: ignore[misc]
+        in_flight.push([f"{step}/{row}" for row in range(num_rows)], graph_output, K)  # type: ignore[misc]
         if in_flight.is_full:
             read.append(in_flight.pop())
     assert len(in_flight) == lag
@@ -56,7 +56,7 @@ def test_records_of_other_widths_share_the_buffers(device: str) -> None:
     for at in range(0, len(steps), 3):
         for step, (num_rows, k) in enumerate(steps[at : at + 3]):
             rows: list[Any] = list(range(num_rows))
-            in_flight.push(rows, record_of(step, max(num_rows, 1), k, device), k + 1)
+            in_flight.push(rows, record_of(step, max(num_rows, 1), k, device), k)
         for step, (num_rows, k) in enumerate(steps[at : at + 3]):
             expected = record_of(step, num_rows, k, "cpu")
             assert in_flight.pop().records == unpack_record(expected)
@@ -66,9 +66,9 @@ def test_a_record_that_is_not_read_is_never_overwritten(device: str) -> None:
     in_flight = make(2, device)
     record = record_of(0, 1, 0, device)
     for _ in range(3):
-        in_flight.push([None], record, 1)  # type: ignore[list-item]
+        in_flight.push([None], record, 0)  # type: ignore[list-item]
     with pytest.raises(AssertionError, match="overwrite"):
-        in_flight.push([None], record, 1)  # type: ignore[list-item]
+        in_flight.push([None], record, 0)  # type: ignore[list-item]
 
 
 def test_a_record_says_what_was_committed() -> None:

@@ -1,0 +1,175 @@
+"""The choice of k: what it weighs, what it learns, and that it comes back from k = 0."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from specgen.pipeline.draft_length import (
+    AutoDraftLength,
+    FixedDraftLength,
+    best_draft_length,
+    expected_tokens,
+)
+from specgen.pipeline.step_record import RowRecord
+
+
+def test_expected_tokens_of_a_chain() -> None:
+    assert expected_tokens([0.5, 0.5, 0.5], 0) == 1
+    assert expected_tokens([0.5, 0.5, 0.5], 3) == pytest.approx(1.875)
+    assert expected_tokens([1.0, 0.5, 0.0], 3) == pytest.approx(2.5)
+
+
+def target_ms(num_rows: int, k: int) -> float:
+    """A step like those measured on a GPU: bound by weights up to 200 tokens, then by products."""
+    tokens = num_rows * (k + 1)
+    products = max(4.05 + 0.005 * tokens, 0.56 + 0.0227 * tokens)
+    return products + 0.2 * k + 0.012 * num_rows
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "acceptance", "best"),
+    [
+        (1, [0.0] * 4, 0),  # nothing is accepted
+        (1, [1.0] * 4, 4),  # everything is
+        (1, [1.0, 0.5, 0.0, 0.0], 2),  # the third is never accepted
+        (1, [0.02, 0.5, 0.5, 0.5], 0),
+        (64, [0.8, 0.7, 0.5, 0.4], 2),
+        (256, [0.8, 0.5, 0.5, 0.4], 1),
+        (256, [0.5, 0.4, 0.3, 0.2], 0),  # a draft costs two thirds of a step
+    ],
+)
+def test_the_best_length(num_rows: int, acceptance: list[float], best: int) -> None:
+    seconds = [target_ms(num_rows, k) for k in range(5)]
+    assert best_draft_length(seconds, acceptance) == best
+
+
+def test_the_present_length_stays_unless_another_is_clearly_better() -> None:
+    seconds = [1.0, 1.1]
+    assert best_draft_length(seconds, [0.11], 0) == 0
+    assert best_draft_length(seconds, [0.11]) == 1
+    assert best_draft_length(seconds, [0.11], 1) == 1
+    assert best_draft_length(seconds, [0.2], 0) == 1
+    assert best_draft_length(seconds, [0.05], 1) == 0
+    assert best_draft_length(seconds, [0.2], 5) == 1, "a k that is out of reach now"
+
+
+class World:
+    """A device and a head: measures steps, and says what became of their drafts."""
+
+    def __init__(self, rates: list[float], *, extra_ms: float = 0.0, seed: int = 0) -> None:
+        self.rates = rates
+        self.extra_ms = extra_ms  # a row's, for reading the cache
+        self.rng = random.Random(seed)
+        self.measured: list[tuple[int, int]] = []
+        self.pending = 0
+
+    def measure(self, num_rows: int, k: int) -> float:
+        self.measured.append((num_rows, k))
+        return target_ms(num_rows, k) / 1e3
+
+    def step(self, auto: AutoDraftLength, num_rows: int, limit: int = 4) -> int:
+        """Choose, run and observe a step; drafts of a step are judged in the next one."""
+        k = auto.choose(num_rows, limit)
+        judged = min(k, self.pending)
+        records = []
+        for _ in range(num_rows):
+            accepted = 0
+            while accepted < judged and self.rng.random() < self.rates[accepted]:
+                accepted += 1
+            records.append(RowRecord([7] * (accepted + 1), accepted + 1, judged, 0))
+        self.pending = k
+        seconds = (target_ms(num_rows, k) + self.extra_ms * num_rows) / 1e3
+        auto.observe(records, num_rows, k, seconds)
+        return k
+
+    def settled(self, auto: AutoDraftLength, num_rows: int) -> int:
+        """The k that most of the last steps had."""
+        for _ in range(600):
+            self.step(auto, num_rows)
+        last = [self.step(auto, num_rows) for _ in range(100)]
+        return max(set(last), key=last.count)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "rates", "best"),
+    [
+        (1, [1.0, 0.5, 0.0, 0.0], 2),
+        (1, [0.0, 0.0, 0.0, 0.0], 0),
+        (8, [0.9, 0.9, 0.9, 0.9], 4),
+        (64, [0.8, 0.7, 0.5, 0.4], 2),
+        (256, [0.8, 0.5, 0.5, 0.4], 1),
+        (256, [0.5, 0.4, 0.3, 0.2], 0),
+    ],
+)
+def test_it_finds_the_best_length(num_rows: int, rates: list[float], best: int) -> None:
+    world = World(rates)
+    auto = AutoDraftLength(4, 256, world.measure)
+    assert world.settled(auto, num_rows) == best
+
+
+def test_a_large_batch_falls_to_zero_and_its_tail_drafts_again() -> None:
+    world = World([0.5, 0.4, 0.3, 0.2])
+    auto = AutoDraftLength(4, 256, world.measure)
+    assert world.settled(auto, 256) == 0
+    assert world.settled(auto, 4) == 2
+
+
+def test_a_draft_that_turned_useless_is_dropped_and_found_again_when_it_pays() -> None:
+    world = World([0.8, 0.8, 0.8, 0.8])
+    auto = AutoDraftLength(4, 256, world.measure)
+    assert world.settled(auto, 8) == 4
+    world.rates = [0.0] * 4
+    for _ in range(3000):
+        world.step(auto, 8)
+    ks = [world.step(auto, 8) for _ in range(2000)]
+    assert ks.count(0) > 0.98 * len(ks), "looking for a better draft may cost next to nothing"
+    world.rates = [0.9] * 4
+    for _ in range(20_000):
+        if world.step(auto, 8) == 4:
+            return
+    raise AssertionError("it never drafted again")
+
+
+def test_a_batch_too_large_for_any_draft_is_not_probed() -> None:
+    auto = AutoDraftLength(4, 256, lambda num_rows, k: 0.01 * (k + 1))  # a draft costs a step
+    assert {auto.choose(256, 4) for _ in range(2000)} == {0}
+
+
+def test_reading_the_cache_counts_for_every_length() -> None:
+    """Long rows make the step dear whatever k is, and drafts cheap beside it."""
+    rates = [0.2, 0.0, 0.0, 0.0]
+    assert World(rates).settled(AutoDraftLength(4, 256, World(rates).measure), 128) == 0
+    world = World(rates, extra_ms=0.1)
+    assert world.settled(AutoDraftLength(4, 256, world.measure), 128) == 1
+
+
+def test_a_step_that_waited_for_the_host_is_not_believed() -> None:
+    world = World([0.2, 0.0, 0.0, 0.0])
+    auto = AutoDraftLength(4, 256, world.measure)
+    world.settled(auto, 128)
+    auto.observe([], 128, 0, 60.0)
+    assert world.settled(auto, 128) == 0
+
+
+def test_times_are_measured_once_at_a_few_sizes() -> None:
+    world = World([0.8] * 4)
+    auto = AutoDraftLength(4, 200, world.measure)
+    for num_rows in [*range(1, 201), *range(200, 0, -1)]:
+        world.step(auto, num_rows)
+    sizes = [1, 4, 16, 32, 64, 128, 200]
+    assert sorted(world.measured) == [(size, k) for size in sizes for k in range(5)]
+
+
+def test_no_row_gets_more_than_the_step_has_use_for() -> None:
+    world = World([1.0] * 4)
+    auto = AutoDraftLength(4, 8, world.measure)
+    assert max(world.step(auto, 1, limit=2) for _ in range(100)) == 2
+    assert world.step(auto, 1, limit=0) == 0
+    assert AutoDraftLength(2, 8, world.measure).choose(1, 9) == 2
+
+
+def test_a_fixed_length() -> None:
+    assert FixedDraftLength(3).choose(256, 1) == 3
+    assert FixedDraftLength(3).choose(256, 0) == 0
