@@ -1,4 +1,6 @@
-"""Rotary embedding (Su et al., arXiv 2104.09864) and the cache write, one program a token."""
+"""Norms of heads, rotary embedding (Su et al., arXiv 2104.09864) and the cache write, one program a
+token.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +22,9 @@ def _rotary_write_cache_kernel(
     k_cache_ptr,
     v_cache_ptr,
     keys_out_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    eps,
     max_pos,
     qkv_stride,
     k_block_stride,
@@ -35,6 +40,7 @@ def _rotary_write_cache_kernel(
     HEADS_PAD: tl.constexpr,
     HALF_PAD: tl.constexpr,
     HAS_KEYS_OUT: tl.constexpr,
+    HAS_NORM: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     enter(OVERLAP)
@@ -55,6 +61,17 @@ def _rotary_write_cache_kernel(
     x = first.to(tl.float32)
     y = second.to(tl.float32)
     dtype = q_out_ptr.dtype.element_ty
+    if HAS_NORM:
+        squares = tl.sum(x * x, axis=1) + tl.sum(y * y, axis=1)  # masked lanes are zeros
+        scale = tl.rsqrt(squares / (2 * HALF) + eps)[:, None]
+        is_key_norm = (head >= NUM_HEADS) & (i < HALF)
+        is_query_norm = (head < NUM_HEADS) & (i < HALF)
+        weight = tl.load(q_norm_ptr + i, mask=is_query_norm, other=0.0).to(tl.float32)
+        weight += tl.load(k_norm_ptr + i, mask=is_key_norm, other=0.0).to(tl.float32)
+        x = ((x * scale).to(dtype).to(tl.float32) * weight).to(dtype).to(tl.float32)
+        weight = tl.load(q_norm_ptr + HALF + i, mask=is_query_norm, other=0.0).to(tl.float32)
+        weight += tl.load(k_norm_ptr + HALF + i, mask=is_key_norm, other=0.0).to(tl.float32)
+        y = ((y * scale).to(dtype).to(tl.float32) * weight).to(dtype).to(tl.float32)
     rotated_first = (x * cos - y * sin).to(dtype)
     rotated_second = (y * cos + x * sin).to(dtype)
 
@@ -98,8 +115,11 @@ def rotary_write_cache(
     num_heads: int,
     num_kv_heads: int,
     keys_out: Tensor | None = None,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
 ) -> Tensor:
-    """Rotate queries and keys, and write keys and values into the cache in place.
+    """Norm and rotate queries and keys, and write keys and values into the cache in place.
 
     Dimension i is paired with i + D/2. The rotation is computed in float32 and rounded once.
 
@@ -113,6 +133,10 @@ def rotary_write_cache(
         num_heads: query heads.
         num_kv_heads: key and value heads.
         keys_out: `[T, num_kv_heads, D]`, contiguous: takes the rotated keys, too, in token order.
+        q_norm: `[D]`, weight of a root mean square norm of every query head before the rotation;
+            None: there is none. Roundings are those of `rms_norm`.
+        k_norm: `[D]`, the same of the keys, given together with `q_norm`.
+        eps: added to the mean square.
 
     Returns:
         The rotated queries, `[T, num_heads, D]`, in the dtype of qkv.
@@ -133,6 +157,9 @@ def rotary_write_cache(
         k_cache,
         v_cache,
         keys_out,
+        q_norm,
+        k_norm,
+        eps,
         cos_sin.shape[0],
         qkv.stride(0),
         k_cache.stride(0),
@@ -148,6 +175,7 @@ def rotary_write_cache(
         HEADS_PAD=heads_pad,
         HALF_PAD=half_pad,
         HAS_KEYS_OUT=keys_out is not None,
+        HAS_NORM=q_norm is not None,
         num_warps=8 if heads_pad * half_pad >= 4096 else 4,
         **overlap_options(qkv),
     )

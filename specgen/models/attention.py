@@ -161,6 +161,7 @@ class Attention(nn.Module):
             size, eps = config.head_dim, config.rms_norm_eps
             self.q_norm = RMSNorm(size, eps, kernels, device=device, dtype=dtype)
             self.k_norm = RMSNorm(size, eps, kernels, device=device, dtype=dtype)
+        self._norm_eps = config.rms_norm_eps
         self._rotary = kernels.rotary
         self._attention = kernels.attention
         self._packed_attention = kernels.packed_attention
@@ -183,25 +184,14 @@ class Attention(nn.Module):
         Returns:
             ``[T, hidden_size]``, or parts of it for :meth:`RMSNorm.add`.
         """
-        k_cache, v_cache = kv_cache
-        qkv = self._project(x)
+        qkv: torch.Tensor = self.qkv(x)
         is_packed = metadata.starts_at_zero and self._packed_attention.applies(
             qkv, self.head_dim, metadata.max_query_len
         )
         keys: torch.Tensor | None = None
         if is_packed:
             keys = qkv.new_empty(x.shape[0], self.num_kv_heads, self.head_dim)
-        q = self._rotary.rotary_write_cache(
-            qkv,
-            metadata.positions,
-            cos_sin,
-            metadata.slot_mapping,
-            k_cache,
-            v_cache,
-            self.num_heads,
-            self.num_kv_heads,
-            keys,
-        )  # [T, Hq, D]
+        q = self._rotate(qkv, cos_sin, metadata, kv_cache, keys)
         if is_packed:
             values = qkv.view(x.shape[0], -1, self.head_dim)[:, -self.num_kv_heads :]
             attended = self._packed_attention.packed_attention(
@@ -219,14 +209,41 @@ class Attention(nn.Module):
             )
         return self.out.parts(attended.reshape(x.shape[0], -1))
 
-    def _project(self, x: torch.Tensor) -> torch.Tensor:
-        qkv: torch.Tensor = self.qkv(x)
-        if self.q_norm is None or self.k_norm is None:
-            return qkv
-        q, k, v = qkv.split(self.qkv.out_features, dim=-1)
-        q_normed = self.q_norm(q.reshape(-1, self.head_dim)).view(q.shape)
-        k_normed = self.k_norm(k.reshape(-1, self.head_dim)).view(k.shape)
-        return torch.cat((q_normed, k_normed, v), dim=-1)
+    def write_entries(
+        self,
+        x: torch.Tensor,
+        cos_sin: torch.Tensor,
+        metadata: AttentionMetadata,
+        kv_cache: KVCache,
+    ) -> None:
+        """Write the cache entries that :meth:`forward` would write, and attend to nothing."""
+        self._rotate(self.qkv(x), cos_sin, metadata, kv_cache, None)
+
+    def _rotate(
+        self,
+        qkv: torch.Tensor,
+        cos_sin: torch.Tensor,
+        metadata: AttentionMetadata,
+        kv_cache: KVCache,
+        keys: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Norms, rotation and cache write; returns queries ``[T, Hq, D]`` and fills ``keys``."""
+        k_cache, v_cache = kv_cache
+        q: torch.Tensor = self._rotary.rotary_write_cache(
+            qkv,
+            metadata.positions,
+            cos_sin,
+            metadata.slot_mapping,
+            k_cache,
+            v_cache,
+            self.num_heads,
+            self.num_kv_heads,
+            keys,
+            None if self.q_norm is None else self.q_norm.weight,
+            None if self.k_norm is None else self.k_norm.weight,
+            self._norm_eps,
+        )
+        return q
 
     def slots(self, prefix: str) -> dict[str, torch.Tensor]:
         """Destinations of ``{prefix}.{q,k,v,o}_proj`` and, where they exist, the head norms."""

@@ -124,6 +124,8 @@ def run_model_kernels(kernels: Any, dtype: torch.dtype, head_dim: int) -> None:
     kernels.rotary.rotary_write_cache(*rotary)
     keys = torch.zeros(3, kv_heads, head_dim, dtype=dtype)
     kernels.rotary.rotary_write_cache(*rotary, keys)
+    head_norm = torch.ones(head_dim, dtype=dtype)
+    kernels.rotary.rotary_write_cache(*rotary, None, head_norm, head_norm, 1e-6)
 
 
 def run_batch_kernels(kernels: Any) -> None:

@@ -99,6 +99,62 @@ def test_rotation_and_cache_write(
     assert torch.equal(v_new.flatten(0, 1)[:flat], v_cache.flatten(0, 1)[:flat])
 
 
+@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize(
+    ("head_dim", "num_heads", "num_kv_heads", "dtype"),
+    [(32, 3, 2, torch.float32), (80, 2, 1, torch.float32), (128, 4, 1, torch.bfloat16)],
+)
+@pytest.mark.usefixtures("poison")
+def test_heads_are_normed_before_they_are_rotated(
+    module: ModuleType,
+    device: str,
+    head_dim: int,
+    num_heads: int,
+    num_kv_heads: int,
+    dtype: torch.dtype,
+) -> None:
+    """Queries and keys each by their own weight, values not at all, rows without a slot too."""
+    positions = torch.tensor([0, 49, 7], dtype=torch.int32)
+    slots = torch.tensor([17, -1, 3])
+    # Heads of very different sizes: a norm over anything but one head would show.
+    sizes = torch.tensor([10.0 ** (i % 4 - 1) for i in range(num_heads + 2 * num_kv_heads)])
+    heads = (torch.randn(3, len(sizes), head_dim) * sizes[:, None]).to(dtype)
+    q_norm, k_norm = (torch.rand(2, head_dim) + 0.5).to(dtype)
+    eps = 0.1
+    caches = torch.zeros(2, NUM_BLOCKS, BLOCK_SIZE, num_kv_heads, head_dim, dtype=dtype)
+    k_cache, v_cache = caches.to(device)
+    keys = torch.empty(3, num_kv_heads, head_dim, dtype=dtype, device=device)
+    q = module.rotary_write_cache(
+        heads.flatten(1).to(device),
+        positions.to(device),
+        make_table(head_dim).to(device),
+        slots.to(device),
+        k_cache,
+        v_cache,
+        num_heads,
+        num_kv_heads,
+        keys,
+        q_norm.to(device),
+        k_norm.to(device),
+        eps,
+    ).cpu()
+    wide = heads.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    weights = torch.cat((q_norm.expand(num_heads, -1), k_norm.expand(num_kv_heads, -1))).float()
+    num_rotated = num_heads + num_kv_heads
+    normed = torch.cat((normed[:, :num_rotated] * weights, wide[:, num_rotated:]), dim=1)
+    expected_q, expected_k, expected_v = oracle(
+        normed.flatten(1), positions, num_heads, num_kv_heads, head_dim
+    )
+    tolerance = 1e-5 if dtype == torch.float32 else 6e-2
+    torch.testing.assert_close(q.float(), expected_q, rtol=0, atol=tolerance)
+    torch.testing.assert_close(keys.cpu().float(), expected_k, rtol=0, atol=tolerance)
+    for token, slot in ((0, 17), (2, 3)):
+        block, offset = divmod(slot, BLOCK_SIZE)
+        assert torch.equal(k_cache[block, offset], keys[token])
+        assert torch.equal(v_cache[block, offset].cpu().float(), expected_v[token])
+
+
 @pytest.mark.usefixtures("poison")
 def test_the_triton_kernel_leaves_the_spare_slot_alone(device: str) -> None:
     k_cache = torch.zeros(2, BLOCK_SIZE, 1, 16, device=device)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from specgen.kernels.reference.norm import rms_norm
+
 
 def rotary_write_cache(
     qkv: Tensor,
@@ -16,8 +18,11 @@ def rotary_write_cache(
     num_heads: int,
     num_kv_heads: int,
     keys_out: Tensor | None = None,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
 ) -> Tensor:
-    """Rotate queries and keys, and write keys and values into the cache in place.
+    """Norm and rotate queries and keys, and write keys and values into the cache in place.
 
     Dimension i is paired with i + D/2. The rotation is computed in float32 and rounded once.
 
@@ -35,6 +40,10 @@ def rotary_write_cache(
         num_heads: query heads.
         num_kv_heads: key and value heads.
         keys_out: `[T, num_kv_heads, D]`, contiguous: takes the rotated keys, too, in token order.
+        q_norm: `[D]`, weight of a root mean square norm of every query head before the rotation;
+            None: there is none. Roundings are those of `rms_norm`.
+        k_norm: `[D]`, the same of the keys, given together with `q_norm`.
+        eps: added to the mean square.
 
     Returns:
         The rotated queries, `[T, num_heads, D]`, in the dtype of qkv.
@@ -42,9 +51,14 @@ def rotary_write_cache(
     num_tokens, head_dim = qkv.shape[0], k_cache.shape[-1]
     num_rotated = num_heads + num_kv_heads
     heads = qkv.view(num_tokens, num_rotated + num_kv_heads, head_dim)
+    to_rotate = heads[:, :num_rotated]
+    if q_norm is not None:
+        assert k_norm is not None, "queries and keys are normed together"
+        normed_q = rms_norm(heads[:, :num_heads], q_norm, eps)
+        to_rotate = torch.cat((normed_q, rms_norm(heads[:, num_heads:num_rotated], k_norm, eps)), 1)
     row = cos_sin[positions.long().clamp(0, cos_sin.shape[0] - 1)]  # [T, D]
     cos, sin = row[:, None].chunk(2, dim=-1)  # [T, 1, D/2]
-    first, second = heads[:, :num_rotated].float().chunk(2, dim=-1)
+    first, second = to_rotate.float().chunk(2, dim=-1)
     rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
     rotated = rotated.to(qkv.dtype)
     num_slots = k_cache.shape[0] * k_cache.shape[1]
