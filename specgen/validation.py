@@ -46,11 +46,17 @@ class Finding:
         return asdict(self)
 
 
-def load_checks(config: EngineConfig) -> Callable[[PromptRow], int]:
+def load_checks(
+    config: EngineConfig, template_flag: str | None = None
+) -> Callable[[PromptRow], int]:
     """What the engine would check of a row: returns its prompt's tokens, or raises `RequestError`.
 
+    Args:
+        config: what model, and how its prompts are made.
+        template_flag: a flag that sends every prompt through a chat template.
+
     Raises:
-        ModelError: no usable model configuration or tokenizer.
+        ModelError: no usable model configuration or tokenizer, or no template for the flag.
     """
     from specgen.pipeline.prompt_checks import prompt_ids
     from specgen.pipeline.tokenization import Tokenizer
@@ -62,6 +68,7 @@ def load_checks(config: EngineConfig) -> Callable[[PromptRow], int]:
         chat_template=resolved.chat_template,
         trust_remote_code=resolved.trust_remote_code,
     )
+    tokenizer.require_template(template_flag)
 
     def check(row: PromptRow) -> int:
         return len(prompt_ids(row, tokenizer, resolved))

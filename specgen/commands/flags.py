@@ -95,7 +95,7 @@ TOKENIZER = [
     _option("--tokenizer", metavar="DIR|ID", help="Tokenizer, if not the model's own."),
     _option("--revision", metavar="REV", help="Revision of a model from the hub."),
     _option("--max-model-len", type=int, metavar="N", help="Longest prompt plus completion."),
-    _option("--trust-remote-code", is_flag=True, help="Run code that comes with a tokenizer."),
+    _option("--trust-remote-code", is_flag=True, help="Run code that comes with a model or tokenizer."),
     _option("--chat-template", metavar="FILE|TEXT", help="Chat template, if not the model's own."),
 ]
 MODEL = [

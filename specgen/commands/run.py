@@ -260,6 +260,7 @@ def _load(options: RunOptions) -> tuple[Engine, SamplingParams]:
     from specgen.pipeline.engine import Engine
 
     _check_stop_ids(options)
+    _check_template(options)
     engine = Engine(options.config)
     return engine, _effective_sampling(options, engine.config.model_dir)
 
@@ -271,6 +272,14 @@ def _check_stop_ids(options: RunOptions) -> None:
     ids = options.sampling.get("stop_token_ids")
     if ids and max(ids) >= (size := resolve(options.config).vocab_size):
         raise UsageError(f"--stop-token-ids: {max(ids)}: the model has ids 0 to {size - 1}")
+
+
+def _check_template(options: RunOptions) -> None:
+    """Refuse flags under which every row would fail for want of a template, before weights load."""
+    if options.read.template_flag is not None:
+        from specgen.validation import load_checks
+
+        load_checks(options.config, options.read.template_flag)
 
 
 def _settings(options: RunOptions, engine: Engine, sampling: SamplingParams) -> dict[str, Any]:

@@ -132,6 +132,18 @@ class Tokenizer:
         encoded = self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
         return tuple(encoded["input_ids"])
 
+    def require_template(self, flag: str | None) -> None:
+        """Refuse a `flag` that needs a chat template where there is none.
+
+        Raises:
+            ModelError: the tokenizer has no template; every row would fail.
+        """
+        if flag is not None and not self.has_chat_template:
+            raise ModelError(
+                f"{flag}: the tokenizer has no chat template",
+                "give one with --chat-template, or leave the flag out",
+            )
+
     def _check_template(self) -> None:
         """Refuse a template that no messages could pass; what it says of these does not matter."""
         try:

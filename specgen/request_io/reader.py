@@ -69,6 +69,13 @@ class ReadOptions:
         """The keys of which a line has exactly one."""
         return _prompt_keys(self.prompt_field)
 
+    @property
+    def template_flag(self) -> str | None:
+        """The flag that sends every prompt string through a chat template, if one does."""
+        if self.apply_chat_template == "always":
+            return "--apply-chat-template always"
+        return None if self.system_prompt is None else "--system-prompt"
+
 
 @lru_cache(maxsize=16)  # asked several times a line
 def _prompt_keys(prompt_field: str) -> tuple[str, ...]:

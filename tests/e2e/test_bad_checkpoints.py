@@ -202,12 +202,27 @@ def test_code_beside_a_tokenizer_is_not_run(case: Path) -> None:
     assert not Path("it-ran").exists()
 
 
-def test_messages_without_a_template_cost_their_rows(case: Path) -> None:
-    for file in ("chat_template.jinja",):
-        (case / "text" / file).unlink(missing_ok=True)
+def drop_template(case: Path) -> None:
+    (case / "text" / "chat_template.jinja").unlink(missing_ok=True)
     config = json.loads((case / "text" / "tokenizer_config.json").read_text())
     config.pop("chat_template", None)
     (case / "text" / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("flags", [("--apply-chat-template", "always"), ("--system-prompt", "Be")])
+def test_flags_that_need_a_template_are_refused_before_a_row_fails(
+    case: Path, flags: tuple[str, str]
+) -> None:
+    drop_template(case)
+    before = sorted(os.listdir())
+    refused(before, run("text-eagle3", *flags), f"{flags[0]}", "no chat template")
+    found = CliRunner().invoke(cli, ["validate", "in.jsonl", "--model", "text", *flags])
+    assert found.exit_code == 5
+    assert "--chat-template" in found.stderr
+
+
+def test_messages_without_a_template_cost_their_rows(case: Path) -> None:
+    drop_template(case)
     chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
     lines = [chat, {"prompt": "a", "max_tokens": 2}]
     Path("in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
