@@ -9,7 +9,6 @@ import torch
 
 from specgen.errors import ModelError
 from specgen.models.attention import Attention, AttentionMetadata, KVCache
-from specgen.models.cache_entries import write_entries
 from specgen.models.config import DraftConfig, ModelConfig
 from specgen.models.draft import DraftOverrides
 from specgen.models.draft_head import (
@@ -146,7 +145,7 @@ class Eagle1Draft(DraftHead):
     ) -> None:
         """See :meth:`specgen.models.draft.DraftModel.write_cache`."""
         x = self.fc(torch.cat((self.embed(input_ids), hidden), dim=-1))
-        write_entries(self.attention, x, self.cos_sin, metadata, kv_caches[0])
+        self.attention.write_entries(x, self.cos_sin, metadata, kv_caches[0])
 
     def slots(self) -> dict[str, torch.Tensor]:
         """Checkpoint name -> the tensor to copy into."""

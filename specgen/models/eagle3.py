@@ -10,7 +10,6 @@ from torch import nn
 
 from specgen.errors import ModelError
 from specgen.models.attention import Attention, AttentionMetadata, KVCache
-from specgen.models.cache_entries import write_entries
 from specgen.models.config import ConfigReader, DraftConfig, ModelConfig
 from specgen.models.draft import DraftOverrides
 from specgen.models.draft_head import (
@@ -329,7 +328,7 @@ class Eagle3Draft(DraftHead):
     ) -> None:
         """See :meth:`specgen.models.draft.DraftModel.write_cache`."""
         x = self._layer_input(input_ids, self.hidden_norm(hidden))
-        write_entries(self.attention, x, self.cos_sin, metadata, kv_caches[0])
+        self.attention.write_entries(x, self.cos_sin, metadata, kv_caches[0])
 
     def _layer_input(self, input_ids: torch.Tensor, normed_hidden: torch.Tensor) -> torch.Tensor:
         return torch.cat((self.input_norm(self.embed(input_ids)), normed_hidden), dim=-1)

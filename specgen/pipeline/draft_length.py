@@ -12,6 +12,7 @@ a draft that is to be judged, so it leaves the distribution of tokens as it is.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
@@ -36,8 +37,9 @@ _PRIOR_RATE, _PRIOR_WEIGHT = 0.7, 16.0
 _HALF_LIFE = 4096.0
 # Without drafts nothing is learned of them: now and then a pair of steps tries one.
 _PROBE_EVERY, _PROBE_STEPS = 256, 2
-# How fast the correction of step times follows, and the most a step may exceed what was expected.
-_FOLLOW, _OUTLIER = 0.1, 1.5
+# How fast the correction of step times follows once it is known, and how often it may exceed what
+# was expected: a step that waited for the host is not the device's.
+_FOLLOW, _OUTLIER = 0.1, 2.0
 
 
 def expected_tokens(acceptance: Sequence[float], k: int) -> float:
@@ -186,7 +188,8 @@ class _StepTimes:
     """Seconds of a step by rows and k.
 
     Inert rows cost what their matrix products cost, but no reading of the cache. That part depends
-    on the lengths of rows and hardly on k: it is what the last steps took beyond their inert time.
+    on the lengths of rows and hardly on k: it is what the last steps of about as many rows took
+    beyond their inert time.
     """
 
     def __init__(self, max_k: int, max_num_rows: int, measure: MeasureStep) -> None:
@@ -194,21 +197,31 @@ class _StepTimes:
         self._sizes = _sizes(max_num_rows)
         self._measure = measure
         self._inert: dict[int, list[float]] = {}
-        self._extra_per_row = 0.0
+        self._extra: dict[int, tuple[float, int]] = {}  # by size: seconds a row, steps seen
 
     def of(self, num_rows: int) -> list[float]:
-        extra = num_rows * self._extra_per_row
+        extra = num_rows * self._extra_of(num_rows)[0]
         return [seconds + extra for seconds in self._inert_of(num_rows)]
 
     def correct(self, num_rows: int, k: int, seconds: float) -> None:
         inert = self._inert_of(num_rows)[k]
-        expected = inert + num_rows * self._extra_per_row
+        if not math.isfinite(inert):
+            return
+        known, num_steps = self._extra_of(num_rows)
+        expected = inert + num_rows * known
         extra = max(min(seconds, _OUTLIER * expected) - inert, 0.0) / num_rows
-        self._extra_per_row += _FOLLOW * (extra - self._extra_per_row)
+        follow = max(_FOLLOW, 1 / (num_steps + 1))
+        self._extra[self._above(num_rows)] = known + follow * (extra - known), num_steps + 1
+
+    def _extra_of(self, num_rows: int) -> tuple[float, int]:
+        return self._extra.get(self._above(num_rows), (0.0, 0))
+
+    def _above(self, num_rows: int) -> int:
+        return next(size for size in self._sizes if size >= num_rows)
 
     def _inert_of(self, num_rows: int) -> list[float]:
         """Between two sizes that were measured, a straight line."""
-        above = next(size for size in self._sizes if size >= num_rows)
+        above = self._above(num_rows)
         at = self._measured(above)
         if above == num_rows or above == self._sizes[0]:
             return at

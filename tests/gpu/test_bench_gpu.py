@@ -28,6 +28,7 @@ def test_acceptance_is_as_asked_through_graphs(draft_sample: str) -> None:
     small, large = bench(
         "--batch-size", "3,32", "--input-len", "40", "--output-len", "200",
         "--synthetic-acceptance", "0.8,0.6,0.1", "--draft-sample", draft_sample,
+        "--num-speculative-tokens", "3",
     )  # fmt: skip
     assert large["mean_acceptance_length"] == pytest.approx(2.5, abs=0.08)
     assert small["mean_acceptance_length"] == pytest.approx(2.5, abs=0.3)

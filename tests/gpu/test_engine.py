@@ -32,7 +32,14 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def engine_of(checkpoints: dict[str, Path]) -> EngineShop:
     # The tiny models need little memory, and the module holds several engines.
-    return EngineShop(checkpoints, device="cuda", dtype="float32", gpu_memory_utilization=0.3)
+    # With k chosen step by step, sampled tokens would depend on the schedule.
+    return EngineShop(
+        checkpoints,
+        device="cuda",
+        dtype="float32",
+        gpu_memory_utilization=0.3,
+        num_speculative_tokens=3,
+    )
 
 
 def prompts() -> list[tuple[int, ...]]:

@@ -67,6 +67,7 @@ def build(models: dict[str | None, Path], draft: str | None, graphs: bool) -> En
             model=str(models[None]),
             draft_model=None if draft is None else str(models[draft]),
             draft_sample="greedy" if draft is None else "gumbel",
+            num_speculative_tokens=3,
             device="cuda",
             dtype="float32",
             skip_tokenizer_init=True,

@@ -173,3 +173,20 @@ def test_no_row_gets_more_than_the_step_has_use_for() -> None:
 def test_a_fixed_length() -> None:
     assert FixedDraftLength(3).choose(256, 1) == 3
     assert FixedDraftLength(3).choose(256, 0) == 0
+
+
+def test_what_a_small_batch_took_says_nothing_of_a_large_one() -> None:
+    """A fixed cost of one row's step must not count for each of 256 rows."""
+    world = World([0.5, 0.4, 0.3, 0.2], extra_ms=0.5)
+    auto = AutoDraftLength(4, 256, world.measure)
+    world.settled(auto, 1)
+    world.extra_ms = 0.0
+    ks = [world.step(auto, 256) for _ in range(200)]
+    assert ks.count(0) > 190
+
+
+def test_a_length_that_does_not_fit_the_memory_is_never_chosen() -> None:
+    world = World([1.0] * 4)
+    auto = AutoDraftLength(4, 8, lambda n, k: world.measure(n, k) if k < 3 else float("inf"))
+    ks = [world.step(auto, 1 + i % 8) for i in range(400)]
+    assert set(ks) == {2}
