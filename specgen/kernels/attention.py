@@ -385,6 +385,7 @@ def decode_attention(
             k_cache,
             v_cache,
             slot_ids,
+            context_lens,
             shared,
             part_acc,
             part_max,

@@ -29,6 +29,7 @@ def _shared_kernel(
     k_cache_ptr,
     v_cache_ptr,
     slot_ids_ptr,
+    context_lens_ptr,
     block_ids_ptr,
     length_ptr,
     members_ptr,
@@ -73,6 +74,7 @@ def _shared_kernel(
     used = row < num_rows
     slot = tl.load(slot_ids_ptr + row, mask=used, other=-1)
     member = used & (slot >= 0)
+    member = member & (tl.load(context_lens_ptr + row, mask=member, other=0) > 0)
     member = member & (tl.load(members_ptr + tl.maximum(slot, 0), mask=member, other=0) != 0)
     d = tl.arange(0, BLOCK_D)
     d_mask = d < HEAD_DIM
@@ -129,6 +131,7 @@ def attend_to_shared(
     k_cache: Tensor,
     v_cache: Tensor,
     slot_ids: Tensor,
+    context_lens: Tensor,
     shared: SharedPrefix,
     part_acc: Tensor,
     part_max: Tensor,
@@ -145,6 +148,7 @@ def attend_to_shared(
         k_cache: `[num_blocks, block_size, Hkv, D]`.
         v_cache: as `k_cache`.
         slot_ids: int32 `[B]`, -1 for an inert row.
+        context_lens: int32 `[B]`, 0 for an inert row.
         shared: the shared blocks and whose they are.
         part_acc: float32 `[B * Q * Hq, parts, D]`, sums of values; unwritten where nothing is seen.
         part_max: float32 `[B * Q * Hq, parts]`, largest scores in units of log 2.
@@ -168,6 +172,7 @@ def attend_to_shared(
         k_cache,
         v_cache,
         slot_ids,
+        context_lens,
         shared.block_ids,
         shared.length,
         shared.members.view(torch.uint8),

@@ -6,7 +6,7 @@ import torch
 
 from specgen.config import DraftSample
 from specgen.kernels import Kernels
-from specgen.kernels.batch_types import CommitResult, DecodeInputs
+from specgen.kernels.batch_types import CommitResult, DecodeInputs, SharedPrefix
 from specgen.kernels.streams import DRAFT
 from specgen.models.attention import AttentionMetadata
 from specgen.models.draft import DraftModel
@@ -83,6 +83,7 @@ class Drafter:
             logits_hidden[last_idx],
             feedback[last_idx],
             num_speculative_tokens,
+            shared_prefix=None,
             max_context_len=batch.metadata.max_context_len,
         )
 
@@ -94,6 +95,7 @@ class Drafter:
         committed: CommitResult,
         features: torch.Tensor,
         *,
+        shared_prefix: SharedPrefix | None,
         max_context_len: int,
     ) -> None:
         """Extend over the committed tokens of a decode step and draft as many as it judged.
@@ -101,6 +103,7 @@ class Drafter:
         Args:
             tokens: int32 [B, k + 1] that the step emitted.
             features: [B * (k + 1), ·] of the positions the target ran.
+            shared_prefix: blocks that are read once for all rows that begin with them.
         """
         state, num_queries = self._state, tokens.shape[1]
         extend = self._kernels.batch_inputs.extend_inputs(
@@ -123,6 +126,7 @@ class Drafter:
             query_start_loc=None,
             max_query_len=num_queries,
             max_context_len=max_context_len,
+            shared_prefix=shared_prefix,
         )
         hidden = self._model.fuse(features)
         if num_queries == 1:  # a step without drafts
@@ -137,6 +141,7 @@ class Drafter:
             logits_hidden[extend.last_idx],
             feedback[extend.last_idx],
             num_queries - 1,
+            shared_prefix=shared_prefix,
             max_context_len=max_context_len,
         )
 
@@ -147,6 +152,7 @@ class Drafter:
         feedback: torch.Tensor,
         k: int,
         *,
+        shared_prefix: SharedPrefix | None,
         max_context_len: int,
     ) -> None:
         """Draw drafts 1..k of each row and write them to its device row."""
@@ -161,7 +167,7 @@ class Drafter:
                 usable = usable & (state.seq_lens[rows] + (j - 2) < self._position_limit)
             if j > 0:
                 logits_hidden, feedback = self._pass(
-                    slot_ids, drafts[-1], feedback, j, max_context_len + j
+                    slot_ids, drafts[-1], feedback, j, shared_prefix, max_context_len + j
                 )
             tokens, ok = self._draw(rows, usable, self._model.compute_logits(logits_hidden), j)
             # A row whose draft logits broke proposes nothing from there on.
@@ -177,6 +183,7 @@ class Drafter:
         tokens: torch.Tensor,
         hidden: torch.Tensor,
         step: int,
+        shared_prefix: SharedPrefix | None,
         max_context_len: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """One single-token pass: the previous draft with the draft's own hidden state."""
@@ -195,6 +202,7 @@ class Drafter:
             query_start_loc=None,
             max_query_len=1,
             max_context_len=max_context_len,
+            shared_prefix=shared_prefix,
         )
         return self._model.forward(tokens, hidden, metadata, self._caches)
 

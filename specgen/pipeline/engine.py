@@ -229,8 +229,10 @@ class Engine:
     def _apply_edits(self, scheduled: ScheduledStep) -> None:
         """The host's edits of device rows, in stream order before the step."""
         self._state.deactivate(scheduled.preempted)
-        if scheduled.admitted and self._state.admit(scheduled.admitted):
-            self._pipeline.forget_graphs()
+        if scheduled.admitted:
+            self._runner.rows_were_admitted()
+            if self._state.admit(scheduled.admitted):
+                self._pipeline.forget_graphs()
         self._state.write_block_tables(scheduled.grown)
 
     def _prefill(self, scheduled: ScheduledStep) -> None:

@@ -36,6 +36,7 @@ from specgen.pipeline.model_runner import ModelRunner
 from specgen.pipeline.rejection_sampler import RejectionSampler
 from specgen.pipeline.request_state import RequestState, bytes_per_row
 from specgen.pipeline.scheduler import Scheduler
+from specgen.pipeline.shared_prefix import SharedRows
 from specgen.pipeline.step_record import record_width
 from specgen.pipeline.tokenization import NoTokenizer, Tokenizer
 
@@ -68,8 +69,8 @@ class Pipeline:
 
     @property
     def max_num_waiting(self) -> int:
-        """Rows to tokenise ahead, so that a free slot never waits for its prompt."""
-        return 2 * self.config.max_num_seqs
+        """Rows to tokenise ahead: a free slot never waits, and the longest of many rows go first."""
+        return 4 * self.config.max_num_seqs
 
     @property
     def max_num_rows(self) -> int:
@@ -277,6 +278,14 @@ def _assemble(
     graphs = None
     if captured:
         graphs = DecodeGraphs(config.max_num_seqs, device, CudaCapture(device))
+    shared_rows = None
+    if config.prefix_caching:
+        shared_rows = SharedRows(
+            max_num_seqs=config.max_num_seqs,
+            max_blocks=max_blocks,
+            block_size=block_size,
+            device=device,
+        )
     runner = ModelRunner(
         target,
         caches.target,
@@ -292,6 +301,7 @@ def _assemble(
         block_size=block_size,
         max_context_len=max_context_len,
         graphs=graphs,
+        shared_rows=shared_rows,
     )
     draft_length: DraftLength = FixedDraftLength(k)
     if config.auto_draft_length:

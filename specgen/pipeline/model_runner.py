@@ -25,6 +25,7 @@ from specgen.pipeline.rejection_sampler import RejectionSampler
 from specgen.pipeline.request import Request
 from specgen.pipeline.request_state import RequestState
 from specgen.pipeline.sampler import Sampler
+from specgen.pipeline.shared_prefix import SharedRows
 from specgen.pipeline.step_record import pack_record
 from specgen.pipeline.uploads import upload
 
@@ -36,6 +37,7 @@ class ModelRunner:
 
     Args:
         block_size: Tokens of a cache block.
+        shared_rows: Finds what rows share; ``None``: every row reads its own blocks.
         max_context_len: Host bound on any row's context, for captured graphs.
         graphs: Replays decode steps as CUDA graphs; ``None`` launches them one by one.
     """
@@ -52,6 +54,7 @@ class ModelRunner:
         block_size: int,
         max_context_len: int,
         graphs: DecodeGraphs | None = None,
+        shared_rows: SharedRows | None = None,
     ) -> None:
         self._target = target
         self._caches = caches
@@ -63,6 +66,7 @@ class ModelRunner:
         self._block_size = block_size
         self._max_context_len = max_context_len
         self._graphs = graphs
+        self._shared_rows = shared_rows
 
     @torch.inference_mode()
     def prefill(self, batch: PrefillBatch, num_speculative_tokens: int) -> torch.Tensor:
@@ -111,7 +115,15 @@ class ModelRunner:
         slots = [-1 if r.slot is None else r.slot for r in requests]
         needs_filter = any(r.needs_filter for r in requests)
         drafts = any(r.num_speculative_tokens for r in requests)
-        return self._decode(slots, num_speculative_tokens, needs_filter, drafts, max_num_tokens)
+        shares = self._shared_rows is not None and self._shared_rows.follow(requests)
+        return self._decode(
+            slots, num_speculative_tokens, needs_filter, drafts, shares, max_num_tokens
+        )
+
+    def rows_were_admitted(self) -> None:
+        """A row that comes back may have other blocks than when it was last seen."""
+        if self._shared_rows is not None:
+            self._shared_rows.forget()
 
     def time_inert_step(self, num_rows: int, num_speculative_tokens: int) -> float:
         """Seconds of a decode step whose rows are all inert; waits for the device."""
@@ -121,6 +133,7 @@ class ModelRunner:
             num_speculative_tokens,
             needs_filter=False,
             keeps_drafts=True,
+            shares_blocks=False,
             max_num_tokens=1,
         )
         run()  # captures, compiles
@@ -142,21 +155,21 @@ class ModelRunner:
         num_speculative_tokens: int,
         needs_filter: bool,
         keeps_drafts: bool,
+        shares_blocks: bool,
         max_num_tokens: int,
     ) -> torch.Tensor:
         k = num_speculative_tokens
+        variant = (k, needs_filter, keeps_drafts, shares_blocks)
         if self._graphs is not None:
 
             def step(graph_slots: torch.Tensor) -> torch.Tensor:
-                return self.decode_step(
-                    graph_slots, k, needs_filter, keeps_drafts, self._max_context_len
-                )
+                return self.decode_step(graph_slots, *variant, self._max_context_len)
 
-            return self._graphs.run(slots, (k, needs_filter, keeps_drafts), step)
+            return self._graphs.run(slots, variant, step)
         slot_ids = upload(np.array(slots, dtype=np.int32), self._state.device)
         # The draft passes may look ahead beyond what the step commits.
         max_context_len = max_num_tokens + 2 * k + 1
-        return self.decode_step(slot_ids, k, needs_filter, keeps_drafts, max_context_len)
+        return self.decode_step(slot_ids, *variant, max_context_len)
 
     def decode_step(
         self,
@@ -164,6 +177,7 @@ class ModelRunner:
         num_speculative_tokens: int,
         needs_filter: bool,
         keeps_drafts: bool,
+        shares_blocks: bool,
         max_context_len: int,
     ) -> torch.Tensor:
         """Target over k+1 positions a row, judge, commit, draft again: the unit of a CUDA graph.
@@ -172,6 +186,7 @@ class ModelRunner:
             slot_ids: int32 [B], -1 on padding rows.
             num_speculative_tokens: k of this step, and of the drafts made for the next.
             keeps_drafts: whether a row may draft, now or later; otherwise the draft is left out.
+            shares_blocks: whether blocks that rows share are read once for all of them.
             max_context_len: host bound on the context of any row in the step.
 
         Returns:
@@ -189,6 +204,9 @@ class ModelRunner:
             k,
             self._block_size,
         )
+        shared_prefix = None
+        if shares_blocks and self._shared_rows is not None:
+            shared_prefix = self._shared_rows.tensors
         metadata = AttentionMetadata(
             positions=inputs.positions.flatten(),
             slot_mapping=inputs.slot_mapping.flatten(),
@@ -200,6 +218,7 @@ class ModelRunner:
             query_start_loc=None,
             max_query_len=k + 1,
             max_context_len=max_context_len,
+            shared_prefix=shared_prefix,
         )
         hidden, aux = self._target.forward(inputs.input_ids.flatten(), metadata, self._caches)
         logits = self._target.compute_logits(hidden).unflatten(0, (-1, k + 1))
@@ -210,7 +229,13 @@ class ModelRunner:
         if self._drafter is not None and keeps_drafts:
             features = self._drafter.features(hidden, aux)
             self._drafter.after_decode(
-                slot_ids, inputs, tokens, committed, features, max_context_len=max_context_len
+                slot_ids,
+                inputs,
+                tokens,
+                committed,
+                features,
+                shared_prefix=shared_prefix,
+                max_context_len=max_context_len,
             )
         return pack_record(tokens, num_sampled, inputs.num_draft_tokens, committed)
 

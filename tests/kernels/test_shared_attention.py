@@ -131,11 +131,14 @@ def test_nothing_is_shared(module: ModuleType, device: str, bound: int) -> None:
 @pytest.mark.parametrize("module", MODULES)
 @pytest.mark.usefixtures("poison")
 def test_inert_rows_and_capped_scores(module: ModuleType, device: str) -> None:
-    paged = make_paged([70, 50, 64], 1, 32)
-    shared = share(paged, 3, [0, 1, 2])
+    """Rows are inert by their slot, or keep it and have no context: both see nothing."""
+    paged = make_paged([70, 50, 64, 60], 1, 32)
+    shared = share(paged, 3, [0, 1, 2, 3])
     paged.slot_ids[1] = -1
-    q = torch.randn(3, 2, 2, 32)
-    check(module, device, paged, shared, q, [68, 48, 62], 256, softcap=2.0)
+    paged.context_lens[3] = 0
+    paged.keys[3], paged.values[3] = paged.keys[3][:0], paged.values[3][:0]
+    q = torch.randn(4, 2, 2, 32)
+    check(module, device, paged, shared, q, [68, 48, 62, 0], 256, softcap=2.0)
 
 
 @pytest.mark.parametrize("module", MODULES)
