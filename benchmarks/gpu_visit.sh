@@ -27,12 +27,13 @@ for part in $parts; do
         -p no:cacheprovider > "$RESULTS/gpu_kernel_tests.log" 2>&1
       grep -E "FAILED|ERROR|^E  |passed|failed" "$RESULTS/gpu_kernel_tests.log" | cut -c1-200 | tail -40 ;;
     profile)
-      timeout "$LIMIT" python3 -m benchmarks.profile_step --output-dir "$RESULTS" | tail -30 ;;
+      timeout "$LIMIT" python3 -m benchmarks.profile_step --output-dir "$RESULTS" \
+        --name profile_step_h200 | tail -30 ;;
     experiment)  # long enough that prefill and start-up do not count: 16 samples a prompt
       for temperature in 1.0 0.0; do
         timeout "$LIMIT" python3 -m benchmarks.draft_sample --k 3,7 --n 16 \
           --temperature "$temperature" --output-dir "$RESULTS" \
-          --name "draft_sample_t${temperature%.0}" | tail -8
+          --name "draft_sample_t${temperature%.0}_h200" | tail -8
       done ;;
     bench)
       for draft in "--no-draft" "--synthetic-acceptance 2.5" \
