@@ -69,7 +69,7 @@ class Pipeline:
 
     @property
     def max_num_waiting(self) -> int:
-        """Rows to tokenise ahead: a free slot never waits, and the longest of many rows go first."""
+        """Rows to tokenise ahead: no slot waits for a prompt, and the longest of many go first."""
         return 4 * self.config.max_num_seqs
 
     @property

@@ -23,6 +23,7 @@ from specgen.pipeline.block_manager import BlockManager
 from specgen.pipeline.draft_length import DraftLength, FixedDraftLength
 from specgen.pipeline.request import Request
 from specgen.pipeline.step_limits import StepLimits
+from specgen.pipeline.waiting_queue import WaitingQueue
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class Scheduler:
         min_prefill_tokens: int = 1024,
     ) -> None:
         self.blocks = block_manager
-        self.waiting: deque[Request] = deque()
+        self.waiting = WaitingQueue()
         self.prefilling: list[Request] = []
         self.running: list[Request] = []  # in order of admission
         self.num_prompt_tokens_shared = 0  # prompt tokens that needed no prefill
@@ -103,7 +104,7 @@ class Scheduler:
 
     def add(self, requests: Iterable[Request]) -> None:
         """Queue requests; the caller has checked that each fits the cache alone."""
-        self.waiting.extend(requests)
+        self.waiting.add(requests)
 
     def max_blocks_of(self, request: Request) -> int:
         """Blocks the request can ever hold, its drafts' look-ahead included."""
@@ -154,8 +155,10 @@ class Scheduler:
         budget = self.limits.num_tokens
         for request in self.prefilling:
             budget -= self._add_chunk(chunks, request, budget)
-        while budget > 0 and self.waiting and self._num_free > 0 and self._admit(self.waiting[0]):
-            request = self.waiting.popleft()
+        while (
+            budget > 0 and self.waiting and self._num_free > 0 and self._admit(self.waiting.first)
+        ):
+            request = self.waiting.pop()
             admitted.append(request)
             # Scheduled before the next row is admitted: that one may share what this one writes.
             budget -= self._add_chunk(chunks, request, budget)
@@ -256,7 +259,7 @@ class Scheduler:
         """Take everything from a running row and put it first in the queue; return its slot."""
         self.running.remove(request)
         slot = self._release(request)
-        self.waiting.appendleft(request)
+        self.waiting.put_back(request)
         return slot
 
     def preempt_all(self) -> list[int]:
@@ -264,7 +267,7 @@ class Scheduler:
         slots = [self._preempt(request) for request in reversed(self.running)]
         for request in reversed(self.prefilling):
             slots.append(self._release(request))
-            self.waiting.appendleft(request)
+            self.waiting.put_back(request)
         self.prefilling.clear()
         # Blocks are published when their step is scheduled; it may be the one that failed.
         self.blocks.forget_prefixes()
