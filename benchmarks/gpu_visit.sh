@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Everything that only a GPU can show, in one run: tests, profile, experiment, throughput.
 #
-#   bash benchmarks/gpu_visit.sh [tests] [kernels] [profile] [experiment] [bench] [jobs]
+#   bash benchmarks/gpu_visit.sh [tests] [kernels] [profile] [experiment] [bench] [jobs] [host]
 #
-# Without names: the first four. bench and jobs measure Llama-3.1-8B shapes on dummy weights.
+# Without names: the first four. bench, jobs and host measure Llama-3.1-8B shapes on dummy weights.
 #
 # RESULTS: folder for records and logs (default benchmarks/results). LIMIT: seconds a part may take.
 set -u
@@ -35,9 +35,11 @@ for part in $parts; do
           --temperature "$temperature" --output-dir "$RESULTS" \
           --name "draft_sample_t${temperature%.0}_h200" | tail -8
       done ;;
-    bench)
-      for draft in "--no-draft" "--synthetic-acceptance 2.5" \
-                   "--synthetic-acceptance 2.5 --draft-sample gumbel"; do
+    bench)  # fixed draft lengths, then the one that is chosen
+      for draft in "--no-draft" \
+                   "--synthetic-acceptance 2.5 --num-speculative-tokens 3" \
+                   "--synthetic-acceptance 2.5 --num-speculative-tokens 3 --draft-sample gumbel" \
+                   "--synthetic-acceptance 2.5"; do
         # shellcheck disable=SC2086 - flags are words
         timeout "$LIMIT" python3 -m specgen bench --model llama-3.1-8b --batch-size 1,8,64,256 \
           --input-len 256 --output-len 256 $draft | tee -a "$RESULTS/bench_llama-3.1-8b.jsonl" |
@@ -52,6 +54,10 @@ for part in $parts; do
             cut -c1-330
         done
       done ;;
+    host)  # waits between steps, and the bandwidth of the kernels
+      timeout "$LIMIT" python3 -m benchmarks.decode_profile --rows 1,64,256 --k 0,3 \
+        --output-dir "$RESULTS" --name decode_profile_late | tail -12
+      timeout "$LIMIT" python3 -m benchmarks.kernel_bandwidth --output-dir "$RESULTS" | tail -30 ;;
     *) echo "unknown part: $part" >&2; exit 2 ;;
   esac
   echo "== $part took $((SECONDS - started)) s"

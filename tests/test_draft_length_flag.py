@@ -54,3 +54,13 @@ def test_anything_else_is_refused(value: str) -> None:
     result = CliRunner().invoke(cli, ["run", "--num-speculative-tokens", value, "x.jsonl"])
     assert result.exit_code == 2
     assert "--num-speculative-tokens" in result.output
+
+
+@pytest.mark.parametrize("command", ["run", "bench", "doctor"])
+def test_every_command_with_a_draft_takes_and_checks_it(command: str) -> None:
+    help_text = CliRunner().invoke(cli, [command, "--help"]).output
+    assert "--num-speculative-tokens N|auto[:N]" in help_text
+    inputs = ["x.jsonl"] if command == "run" else []
+    result = CliRunner().invoke(cli, [command, *inputs, "--num-speculative-tokens", "auto:x"])
+    assert result.exit_code == 2
+    assert "auto:x" in result.stderr

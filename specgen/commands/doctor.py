@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from specgen.commands.draft_flags import DRAFT_OVERRIDES
-from specgen.commands.flags import with_options
+from specgen.commands.flags import NUM_SPECULATIVE_TOKENS, with_options
 from specgen.config import DEVICES, DTYPES, EngineConfig
 from specgen.errors import ExitCode
 
@@ -51,7 +51,7 @@ _FLAGS = [
         show_default=True,
         help="Share of the GPU's memory to use.",
     ),
-    click.option("--num-speculative-tokens", type=int, metavar="N", help="Drafts a step."),
+    NUM_SPECULATIVE_TOKENS,
     *DRAFT_OVERRIDES,
     click.option(
         "--lengths",

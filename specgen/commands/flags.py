@@ -95,7 +95,7 @@ TOKENIZER = [
     _option("--tokenizer", metavar="DIR|ID", help="Tokenizer, if not the model's own."),
     _option("--revision", metavar="REV", help="Revision of a model from the hub."),
     _option("--max-model-len", type=int, metavar="N", help="Longest prompt plus completion."),
-    _option("--trust-remote-code", is_flag=True, help="Run code that comes with a model or tokenizer."),
+    _option("--trust-remote-code", is_flag=True, help="Run code that comes with a checkpoint."),
     _option("--chat-template", metavar="FILE|TEXT", help="Chat template, if not the model's own."),
 ]
 MODEL = [
@@ -136,16 +136,17 @@ SYNTHETIC_ACCEPTANCE = _option(
     metavar="L|R1,R2,...",
     help="For the rule synthetic: mean length, or the rate of each draft.",
 )
+NUM_SPECULATIVE_TOKENS = _option(
+    "--num-speculative-tokens",
+    callback=_draft_length,
+    metavar="N|auto[:N]",
+    help="Drafts a step; auto: as many as pay, up to N (5).  [default: auto on a GPU, else 3]",
+)
 DRAFT = [
     _option(
         "--draft-model", metavar="DIR|ID", help="EAGLE draft; built in for the built-in model."
     ),
-    _option(
-        "--num-speculative-tokens",
-        callback=_draft_length,
-        metavar="N|auto[:N]",
-        help="Drafts a step; auto: as many as pay, up to N (5).  [default: auto on a GPU, else 3]",
-    ),
+    NUM_SPECULATIVE_TOKENS,
     _option(
         "--draft-sample",
         type=_DraftSample(),
