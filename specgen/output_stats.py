@@ -154,7 +154,7 @@ class OutputStats:
             try:
                 self._add(parse_object(raw.data), raw)
             except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-                raise _no_output(raw, f"{type(error).__name__}: {error}") from error
+                raise _no_output(raw, _reason(error)) from error
             except RefusedError as error:
                 if not raw.source.endswith(".partial") or not raw.data.startswith(b"{"):
                     raise _no_output(raw, str(error)) from error
@@ -209,6 +209,13 @@ class OutputStats:
         if self._num_worst:
             spec["lowest"] = [row.to_dict() for row in self.worst]
         return out
+
+
+def _reason(error: Exception) -> str:
+    """What is amiss with a record, without the names that Python has for it."""
+    if isinstance(error, KeyError):
+        return f'"{error.args[0]}" is missing'
+    return str(error) if isinstance(error, ValueError) else "a value is of another type"
 
 
 def _no_output(raw: RawLine, reason: str) -> InputError:

@@ -199,6 +199,8 @@ def _drive(options: RunOptions, job: Job) -> None:
     job.display.start(settings, total)
     if options.config.rejection_sample == "synthetic":
         job.display.warn("--rejection-sample synthetic: the output does not follow the target")
+    if options.config.load_format == "dummy":
+        job.display.warn("--load-format dummy: the weights are random, and so is the text")
     _warn_of_ignored(settings["generation_config_ignored"], job.display)
     read = replace(options.read, sampling=sampling)
     if all(path != STDIN and os.path.isfile(path) for path in options.inputs):

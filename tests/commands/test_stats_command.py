@@ -193,6 +193,8 @@ def test_what_is_no_output(show: Show, line: str) -> None:
     assert result.exit_code == 4
     assert "error: bad:2: is no line of an output" in result.stderr
     assert "Traceback" not in result.stderr
+    # Said of the record, not of the code that read it.
+    assert not re.search(r"\w+Error\b|object is not|NoneType", result.stderr)
 
 
 def test_quantiles_are_values_that_occurred() -> None:

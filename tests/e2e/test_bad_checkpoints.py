@@ -286,3 +286,17 @@ def test_a_head_that_accepts_nothing_is_named(case: Path) -> None:
     assert (accepted < 0.05 * drafted) == bool(warnings) == bool(summary["warning"])
     assert warnings, f"{accepted} of {drafted}: choose another noise"
     assert "first drafts were accepted" in warnings[0]
+
+
+def test_random_weights_are_said_to_be_random(case: Path) -> None:
+    result = run("text-eagle3", "--load-format", "dummy")
+    assert result.exit_code == 0
+    assert "warning: --load-format dummy: the weights are random" in result.stderr
+
+
+def test_a_directory_without_a_configuration_is_named(case: Path) -> None:
+    Path("bare").mkdir()
+    for name, place in (("bare", case / "bare"), (".", case)):
+        result = CliRunner().invoke(cli, ["run", "in.jsonl", "-o", "-", "--model", name])
+        assert result.exit_code == 5
+        assert f"{place}{os.sep}config.json: missing" in result.stderr
