@@ -13,7 +13,8 @@ PROSE = """# The built-in pair
 A small Llama-type target with an EAGLE-3 draft, trained from nothing so that specgen runs, tests
 and demonstrates speculative decoding on a bare machine. It writes short English answers in the
 manner of a dictionary, an almanac, a commentary and program documentation. It knows very little,
-states falsehoods with confidence, and is no assistant.
+states falsehoods with confidence, and is no assistant. At temperature 0 long documents end in loops:
+the repeats below are counted within the `max_tokens` of the prompts.
 
 - **Target** `target/`: `LlamaForCausalLM`, 8 layers, hidden size 320, 10 heads and 5 key-value
   heads of 32, feed-forward 896, tied embedding of 8192 byte-level BPE entries, rope base 10000,
@@ -109,15 +110,18 @@ def write(pair: Path, eagle1: Path, out: Path, work: Path) -> None:
     sources = read(work / "sources.json")
     folders = {"target": pair / "target", "EAGLE-3 draft": pair / "draft", "EAGLE-1 draft": eagle1}
     lines = [BEGIN, "", "## Sizes", "", *size_table(folders), "", "## Losses", ""]
-    pretrain = [row for row in target.get("log", []) if "loss" in row]
+    # From where the companion joins, the sum of both losses is noted.
+    pretrain = [row for row in target.get("log", []) if "seconds" in row and "loss" in row]
+    pretrain = [row for row in pretrain if "agreement" not in row]
     seen = next((row["tokens"] for row in target.get("log", []) if "tokens" in row), 0)
     lines += [
         "| what | value |",
         "|---|---|",
         f"| tokens in the training records | {target.get('training_records_tokens', 0):,} |",
         f"| token positions trained on, padding included | {seen:,} |",
-        f"| training loss at the first and last note | {pretrain[0]['loss']} (step "
-        f"{pretrain[0]['step']}), {pretrain[-1]['loss']} (step {pretrain[-1]['step']}) |",
+        "| training loss at the first note and at the last before a draft joined | "
+        f"{pretrain[0]['loss']} (step {pretrain[0]['step']}), "
+        f"{pretrain[-1]['loss']} (step {pretrain[-1]['step']}) |",
         f"| held-out loss per token, before the loops were trained away | "
         f"{target['held_out_loss']:.3f} |",
         f"| after | {target['held_out_loss_after_loops']:.3f} |",
@@ -140,7 +144,8 @@ def write(pair: Path, eagle1: Path, out: Path, work: Path) -> None:
         f"temperature 0 and {tokens['temperature 1']:,} at 1, {measured['dtype']}, "
         f"{measured['device']}, straight-line code of `tools/build_pair` (no engine). Mean "
         'acceptance length = 1 + accepted drafts / steps. Under "greedy draft" the draft is its '
-        "argmax; under the ratio rule it is sampled.",
+        "argmax; under the ratio rule it is sampled. Rows marked (engine) are measured through "
+        "`specgen` itself: `python -m benchmarks.draft_sample --temperature 1.0`, float32, CPU.",
         *acceptance_tables(measured),
         "",
         "## Repeats",
