@@ -47,7 +47,8 @@ class ConfigReader:
             data = json.loads(file.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise ModelError(
-                f"{file.absolute()}: missing", hint="a model directory holds config.json and the weights"
+                f"{file.absolute()}: missing",
+                hint="a model directory holds config.json and the weights",
             ) from None
         except (OSError, ValueError) as error:
             raise ModelError(f"{file}: cannot be read as JSON: {error}") from error

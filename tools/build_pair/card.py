@@ -13,8 +13,8 @@ PROSE = """# The built-in pair
 A small Llama-type target with an EAGLE-3 draft, trained from nothing so that specgen runs, tests
 and demonstrates speculative decoding on a bare machine. It writes short English answers in the
 manner of a dictionary, an almanac, a commentary and program documentation. It knows very little,
-states falsehoods with confidence, and is no assistant. At temperature 0 long documents end in loops:
-the repeats below are counted within the `max_tokens` of the prompts.
+states falsehoods with confidence, and is no assistant. At temperature 0 long documents end in
+loops: the repeats below are counted within the `max_tokens` of the prompts.
 
 - **Target** `target/`: `LlamaForCausalLM`, 8 layers, hidden size 320, 10 heads and 5 key-value
   heads of 32, feed-forward 896, tied embedding of 8192 byte-level BPE entries, rope base 10000,
