@@ -8,6 +8,7 @@ import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ RESULTS = Path(__file__).parent / "results"
 def provenance() -> dict[str, Any]:
     """Machine, versions, commit and command of this process."""
     facts: dict[str, Any] = {
-        "command": shlex.join(["python", *sys.orig_argv[1:]]),
+        "command": command_of(sys.orig_argv[1:]),
         "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "commit": _commit(),
         "specgen": specgen.__version__,
@@ -37,6 +38,18 @@ def provenance() -> dict[str, Any]:
     else:
         facts["cpu_threads"] = torch.get_num_threads()
     return facts
+
+
+def command_of(arguments: Sequence[str]) -> str:
+    """The command that repeats a measurement, without the place on one machine it wrote to."""
+    kept: list[str] = []
+    rest = iter(arguments)
+    for argument in rest:
+        if argument == "--output-dir":
+            next(rest, None)
+        elif not argument.startswith("--output-dir="):
+            kept.append(argument)
+    return shlex.join(["python", *kept])
 
 
 def write_record(name: str, payload: dict[str, Any], directory: str | Path | None = None) -> Path:

@@ -1,0 +1,25 @@
+"""Records of measurements: what they say of themselves, and what they leave out."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks.record import RESULTS, command_of
+
+
+@pytest.mark.parametrize("place", [["--output-dir", "/root/out"], ["--output-dir=/root/out"]])
+def test_a_command_is_told_without_the_place_it_wrote_to(place: list[str]) -> None:
+    found = command_of(["-m", "benchmarks.x", "--k", "0,3", *place, "--name", "y z"])
+    assert found == "python -m benchmarks.x --k 0,3 --name 'y z'"
+    assert command_of(["-m", "benchmarks.x", place[0]]) == "python -m benchmarks.x"
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
+def test_no_record_names_a_place_of_one_machine(path: Path) -> None:
+    provenance = json.loads(path.read_text())["provenance"]
+    assert "--output-dir" not in provenance["command"]
+    assert not re.search(r"(^|[\s=\"'])/(root|home|tmp|opt|work|mnt|data)/", path.read_text())
