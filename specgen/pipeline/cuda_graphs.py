@@ -8,7 +8,6 @@ steps the rows are those of the step before: then there is nothing to upload.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
@@ -97,9 +96,6 @@ class DecodeGraphs:
         max_num_seqs: The largest batch.
         device: Where the steps run.
         capture: How they are captured.
-
-    Attributes:
-        capture_seconds: Time that captures took so far.
     """
 
     def __init__(self, max_num_seqs: int, device: torch.device, capture: StepCapture) -> None:
@@ -107,7 +103,6 @@ class DecodeGraphs:
         self._capture = capture
         self._buckets = batch_buckets(max_num_seqs)
         self._graphs: dict[Hashable, _Captured] = {}
-        self.capture_seconds = 0.0
 
     @property
     def max_num_rows(self) -> int:
@@ -159,14 +154,12 @@ class DecodeGraphs:
         return captured.record
 
     def _capture_step(self, size: int, step: DecodeStep) -> _Captured:
-        started = time.perf_counter()
         try:
             slots = torch.full((size,), -1, dtype=torch.int32, device=self._device)
             replay, record = self._capture(slots, step)
         except torch.OutOfMemoryError:
             self._give_up(size)
             raise
-        self.capture_seconds += time.perf_counter() - started
         return _Captured(replay, slots, record)
 
     def _give_up(self, size: int) -> None:
