@@ -19,19 +19,19 @@ for part in $parts; do
   started=$SECONDS
   case $part in
     tests)  # one process: the Triton compilations of several would be repeated
-      timeout "$LIMIT" python3 -W ignore -m pytest tests/gpu -o addopts= -v --tb=short \
-        -p no:cacheprovider > "$RESULTS/gpu_tests.log" 2>&1
+      timeout -s INT -k 15 "$LIMIT" python3 -W ignore -m pytest tests/gpu tests/models/test_host_memory.py -o addopts= -v --tb=short \
+        --durations=15 -o faulthandler_timeout=60 -p no:cacheprovider > "$RESULTS/gpu_tests.log" 2>&1
       grep -E "FAILED|ERROR|^E  |passed|failed" "$RESULTS/gpu_tests.log" | cut -c1-200 | tail -40 ;;
     kernels)  # the tests that a CPU runs in Triton's interpreter, compiled
-      timeout "$LIMIT" python3 -W ignore -m pytest tests/kernels -o addopts= -v --tb=short \
-        -p no:cacheprovider > "$RESULTS/gpu_kernel_tests.log" 2>&1
+      timeout -s INT -k 15 "$LIMIT" python3 -W ignore -m pytest tests/kernels -o addopts= -v --tb=short \
+        --durations=15 -o faulthandler_timeout=60 -p no:cacheprovider > "$RESULTS/gpu_kernel_tests.log" 2>&1
       grep -E "FAILED|ERROR|^E  |passed|failed" "$RESULTS/gpu_kernel_tests.log" | cut -c1-200 | tail -40 ;;
     profile)
       timeout "$LIMIT" python3 -m benchmarks.profile_step --output-dir "$RESULTS" \
         --name profile_step_h200 | tail -30 ;;
-    experiment)  # long enough that prefill and start-up do not count: 16 samples a prompt
+    experiment)  # long enough that start-up does not count: 16 samples a prompt, in five rounds
       for temperature in 1.0 0.0; do
-        timeout "$LIMIT" python3 -m benchmarks.draft_sample --k 3,7 --n 16 \
+        timeout "$LIMIT" python3 -m benchmarks.draft_sample --k 3,7 --n 16 --rounds 5 \
           --temperature "$temperature" --output-dir "$RESULTS" \
           --name "draft_sample_t${temperature%.0}_h200" | tail -8
       done ;;

@@ -391,17 +391,22 @@ def test_a_machine_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_triton_is_tried_and_not_just_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(torch: Any) -> float:
-        raise RuntimeError("cc not found\nlong story")
+    from specgen.errors import EnvironmentProblem
+    from specgen.kernels import trial
 
-    for attempt, status, text in (
-        (broken, "problem", "does not work: cc not found"),
-        (lambda torch: 0.5, "problem", "wrong results, off by 0.5"),
-        (lambda torch: 1e-7, "ok", "compiles and runs"),
+    def attempt(problem: EnvironmentProblem | None) -> None:
+        if problem is not None:
+            raise problem
+
+    for problem, status, text in (
+        (EnvironmentProblem("Triton does not work: cc", "see cc"), "problem", "does not work: cc"),
+        (None, "ok", "compiles and runs"),
     ):
-        monkeypatch.setattr(doctor, "_try_triton", attempt)
+        monkeypatch.setattr(trial, "try_triton", lambda problem=problem: attempt(problem))
         triton = look_up(list(doctor._kernels(fake_torch(bf16=True))))["kernels", "triton"]
-        assert (triton.status, triton.value) == (status, text)
+        assert triton.status == status
+        assert triton.value.endswith(text)
+        assert triton.hint == (problem and problem.hint)
 
 
 def test_what_the_table_shows(pair: tuple[Path, Path]) -> None:

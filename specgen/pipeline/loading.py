@@ -12,6 +12,7 @@ import torch
 from specgen.config import EngineConfig, ResolvedConfig
 from specgen.errors import ModelError
 from specgen.kernels import select_kernels
+from specgen.kernels.trial import try_triton
 from specgen.models.config import DraftConfig, ModelConfig
 from specgen.models.draft import DraftModel, DraftOverrides
 from specgen.models.registry import read_model_config
@@ -112,10 +113,12 @@ def build_pipeline(config: ResolvedConfig) -> Pipeline:
 
     Raises:
         ModelError: a checkpoint is incomplete, or draft, tokenizer and target do not fit.
-        EnvironmentProblem: the cache does not fit the memory.
+        EnvironmentProblem: the cache does not fit the memory, or Triton does not work.
     """
     device, dtype = torch.device(config.device), getattr(torch, config.dtype)
     kernels = select_kernels(device, config.kernel_backend)
+    if device.type == "cuda" and kernels.backend == "triton":
+        try_triton(config.device)
     tokenizer = _tokenizer(config)
     overrides = draft_overrides(config)
     draft_config = None

@@ -52,6 +52,7 @@ def test_peak_stays_below_the_largest_shard(tmp_path: Path, family: str, device:
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(path), str(small), "bfloat16", device],
         env={
+            "PATH": os.environ["PATH"],  # Triton's compiler looks for its linker there
             "PYTHONPATH": os.pathsep.join((str(Path(specgen.__file__).parents[1]), *sys.path)),
             "OMP_NUM_THREADS": "1",
             # Freed memory goes back at once, as that of tensors of real sizes does anyway.
