@@ -22,7 +22,7 @@ def try_triton(device: str = "cuda") -> None:
     Raises:
         EnvironmentProblem: what came instead.
     """
-    x = torch.randn(4, 64, device=device)
+    x = torch.linspace(-2.0, 3.0, 256, device=device).view(4, 64)  # no generator is touched
     weight = torch.ones(64, device=device)
     twin = select_kernels(device, "reference").norm.rms_norm(x, weight, 1e-5)
     try:

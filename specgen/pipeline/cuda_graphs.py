@@ -8,6 +8,7 @@ steps the rows are those of the step before: then there is nothing to upload.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
@@ -27,6 +28,9 @@ Raises ``torch.OutOfMemoryError``.
 """
 
 logger = logging.getLogger(__name__)
+
+# What a capture costs, in steps: as many may be wasted on padding before one is made.
+_STEPS_OF_A_CAPTURE = 8.0
 
 
 def batch_buckets(max_num_seqs: int) -> tuple[int, ...]:
@@ -53,6 +57,8 @@ class CudaCapture:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
+        # A pool ends with the last graph that uses it; nothing can be captured into it then.
+        self._living: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
 
     def __call__(
         self, slots: torch.Tensor, step: DecodeStep
@@ -64,6 +70,8 @@ class CudaCapture:
         with torch.cuda.stream(stream):
             step(slots)
         torch.cuda.current_stream(self._device).wait_stream(stream)
+        if not self._living:
+            self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, pool=self._pool):
@@ -76,6 +84,7 @@ class CudaCapture:
             if first is None:
                 raise
             raise torch.OutOfMemoryError("no memory for a CUDA graph") from error
+        self._living.add(graph)
         return graph.replay, record
 
 
@@ -102,7 +111,8 @@ class DecodeGraphs:
         self._device = device
         self._capture = capture
         self._buckets = batch_buckets(max_num_seqs)
-        self._graphs: dict[Hashable, _Captured] = {}
+        self._graphs: dict[tuple[int, Hashable], _Captured] = {}
+        self._wasted: dict[tuple[int, Hashable], float] = {}
 
     @property
     def max_num_rows(self) -> int:
@@ -125,14 +135,21 @@ class DecodeGraphs:
         if self._graphs and self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._graphs.clear()
+        self._wasted.clear()
 
-    def run(self, slots: Sequence[int], variant: Hashable, step: DecodeStep) -> torch.Tensor:
+    def run(
+        self, slots: Sequence[int], variant: Hashable, step: DecodeStep, *, exact: bool = False
+    ) -> torch.Tensor:
         """Replay the step for the rows of ``slots``; capture it if it is new.
+
+        A batch that shrinks, as at the end of a file, passes through many sizes quickly: it goes on
+        in a larger graph until the padding has cost as much as a capture.
 
         Args:
             slots: One a row of the batch.
             variant: What else the captured work depends on (draft length, filters).
             step: The step, as a function of the slot ids on the device (int32 [B], -1 inert).
+            exact: Whether to run in the batch's own bucket in any case.
 
         Returns:
             The step's record; overwritten by the next replay of the same graph.
@@ -142,6 +159,8 @@ class DecodeGraphs:
                 tried again, unless it is the smallest.
         """
         size = self.bucket(len(slots))
+        if not exact:
+            size = self._size_to_run(size, variant)
         captured = self._graphs.get((size, variant))
         if captured is None:
             captured = self._graphs[size, variant] = self._capture_step(size, step)
@@ -152,6 +171,17 @@ class DecodeGraphs:
             captured.slots.copy_(pinned(padded, self._device), non_blocking=True)
         captured.replay()
         return captured.record
+
+    def _size_to_run(self, size: int, variant: Hashable) -> int:
+        """A bucket to run instead of one that has no graph yet, as long as that is cheaper."""
+        if (size, variant) in self._graphs:
+            return size
+        larger = next((s for s in self._buckets if s > size and (s, variant) in self._graphs), None)
+        if larger is None:
+            return size
+        wasted = self._wasted.get((size, variant), 0.0) + 1.0 - size / larger
+        self._wasted[size, variant] = wasted
+        return larger if wasted < _STEPS_OF_A_CAPTURE else size
 
     def _capture_step(self, size: int, step: DecodeStep) -> _Captured:
         try:

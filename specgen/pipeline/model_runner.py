@@ -135,6 +135,7 @@ class ModelRunner:
             keeps_drafts=True,
             shares_blocks=False,
             max_num_tokens=1,
+            exact=True,
         )
         run()  # captures, compiles
         self._wait()
@@ -157,6 +158,7 @@ class ModelRunner:
         keeps_drafts: bool,
         shares_blocks: bool,
         max_num_tokens: int,
+        exact: bool = False,
     ) -> torch.Tensor:
         k = num_speculative_tokens
         variant = (k, needs_filter, keeps_drafts, shares_blocks)
@@ -165,7 +167,7 @@ class ModelRunner:
             def step(graph_slots: torch.Tensor) -> torch.Tensor:
                 return self.decode_step(graph_slots, *variant, self._max_context_len)
 
-            return self._graphs.run(slots, variant, step)
+            return self._graphs.run(slots, variant, step, exact=exact)
         slot_ids = upload(np.array(slots, dtype=np.int32), self._state.device)
         # The draft passes may look ahead beyond what the step commits.
         max_context_len = max_num_tokens + 2 * k + 1

@@ -192,6 +192,15 @@ def test_the_batch_shrinks_and_all_rows_come_back(
     assert faults[phase] > 0, "memory never ran out"
 
 
+def test_all_graphs_can_be_forgotten_and_made_again(models: dict[str | None, Path]) -> None:
+    rows = rows_of("decode")
+    engine = build(models, "eagle3", True)
+    expected = run_all(engine, rows)
+    for _ in range(2):
+        engine._pipeline.release_memory()
+        check_rows(run_all(engine, rows), expected)
+
+
 class TightCapture(torch.cuda.graph):
     """A capture for which no memory can be had, as long as `left` is above zero."""
 

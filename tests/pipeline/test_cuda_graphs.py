@@ -40,7 +40,7 @@ def echo(slots: torch.Tensor) -> torch.Tensor:
 def test_a_batch_is_padded_to_its_bucket_and_a_graph_serves_all_batches_of_it() -> None:
     graphs = DecodeGraphs(16, CPU, repeat)
     for slots in ([4, 2, 9], [4, 2, 9], [9, 4], [1, 2, 3, 4], [3], [4, 2, 9], [5, 6, 7]):
-        record = graphs.run(slots, "plain", echo)
+        record = graphs.run(slots, "plain", echo, exact=True)
         size = graphs.bucket(len(slots))
         assert record[:, 0].tolist() == slots + [-1] * (size - len(slots))
 
@@ -86,3 +86,36 @@ def test_the_smallest_bucket_is_never_given_up(caplog: pytest.LogCaptureFixture)
             graphs.run([0], 0, echo)
     assert graphs.max_num_rows == 4
     assert not caplog.messages
+
+
+def sizes_run(graphs: DecodeGraphs, batches: list[int], *, exact: bool = False) -> list[int]:
+    """How many rows each batch was padded to."""
+    return [len(graphs.run(list(range(n)), 0, echo, exact=exact)) for n in batches]
+
+
+def test_a_batch_that_shrinks_goes_on_in_a_larger_graph_until_a_capture_would_pay() -> None:
+    graphs = DecodeGraphs(64, CPU, repeat)
+    assert sizes_run(graphs, [64, 40, 33, 20, 9, 3, 1]) == [64] * 7
+    # Nearly empty: seven eighths of each step are wasted, the eighth time around.
+    ran = sizes_run(graphs, [8] * 12)
+    assert ran[0] == 64
+    assert ran[-1] == 8
+    assert ran == sorted(ran, reverse=True)
+    wasted = sum(1 - 8 / size for size in ran)
+    assert 7 <= wasted < 9
+    # From now on the smallest of the larger ones is taken.
+    assert sizes_run(graphs, [4, 40, 8]) == [8, 64, 8]
+    # A batch that stays is served by its own graph in the end, however little it saves.
+    assert sizes_run(graphs, [48] * 40)[-1] == 48
+
+
+def test_a_larger_graph_of_another_variant_is_no_help() -> None:
+    graphs = DecodeGraphs(8, CPU, repeat)
+    graphs.run(list(range(8)), "plain", echo)
+    assert len(graphs.run([1], "drafts", echo)) == 1
+
+
+def test_what_is_timed_runs_in_its_own_bucket() -> None:
+    graphs = DecodeGraphs(64, CPU, repeat)
+    assert sizes_run(graphs, [64]) == [64]
+    assert sizes_run(graphs, [1, 16, 32], exact=True) == [1, 16, 32]
