@@ -1,9 +1,9 @@
 """Attention over the paged K/V cache.
 
-Decode splits each row's context over several programs, which a second kernel joins by their
-log-sum-exps (Dao et al., "Flash-Decoding", 2023); the query heads that share a K/V head and the
-row's few query positions are the rows of one matrix product, so K and V are read once. Prefill is
-an online softmax (Dao, arXiv 2307.08691) over packed chunks of queries.
+Decode reads what rows share once for all (`shared_attention.py`), then what each row has of its own
+(`row_attention.py`), with few rows in several programs whose parts are joined
+(`attention_parts.py`). Prefill is an online softmax (Dao, arXiv 2307.08691) over packed chunks of
+queries.
 
 Grids follow from shapes and host bounds alone; how far a program really reads is decided on the
 device.
@@ -11,178 +11,20 @@ device.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from specgen.kernels.attention_parts import join_parts, new_parts
 from specgen.kernels.batch_types import SharedPrefix
 from specgen.kernels.online_softmax import load_block_ids, soft_cap, softmax_step
 from specgen.kernels.overlap import enter, overlap_options
 from specgen.kernels.products import dot
-from specgen.kernels.shared_attention import attend_to_shared, num_shared_splits
+from specgen.kernels.row_attention import attend_to_own, cut_decode
+from specgen.kernels.shared_attention import attend_to_shared, cut_shared
 
 _LOG2E = 1.4426950408889634
-_DECODE_PROGRAMS = 528  # four for each multiprocessor of a large GPU
-_MIN_SPLIT = 64  # keys of the host bound a split is worth
-_MAX_SPLITS = 64
-
-
-@triton.jit
-def _decode_kernel(
-    q_ptr,
-    k_cache_ptr,
-    v_cache_ptr,
-    block_tables_ptr,
-    slot_ids_ptr,
-    first_positions_ptr,
-    context_lens_ptr,
-    shared_length_ptr,
-    shared_members_ptr,
-    out_ptr,
-    part_acc_ptr,
-    part_max_ptr,
-    part_sum_ptr,
-    scale_log2,
-    cap_log2,
-    num_columns,
-    table_stride,
-    k_block_stride,
-    k_token_stride,
-    k_head_stride,
-    v_block_stride,
-    v_token_stride,
-    v_head_stride,
-    NUM_QUERIES: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
-    NUM_PARTS: tl.constexpr,
-    HAS_SHARED: tl.constexpr,
-    WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    WIDEN: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    enter(OVERLAP)
-    # The heads of a row run side by side: what they read of a token is one piece of memory.
-    kv_head = tl.program_id(0)
-    row = tl.program_id(1).to(tl.int64)
-    split = tl.program_id(2)
-    GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
-
-    slot = tl.load(slot_ids_ptr + row)
-    context = tl.load(context_lens_ptr + row)
-    context = tl.where(slot >= 0, context, 0)
-    slot = tl.maximum(slot, 0).to(tl.int64)
-    first = tl.load(first_positions_ptr + row)
-
-    # Row m of the tile: query m // GROUP, head m % GROUP of the group.
-    m = tl.arange(0, BLOCK_M)
-    query = m // GROUP
-    head = kv_head * GROUP + m % GROUP
-    m_mask = m < NUM_QUERIES * GROUP
-    d = tl.arange(0, BLOCK_D)
-    d_mask = d < HEAD_DIM
-    q_rows = (row * NUM_QUERIES + query) * NUM_HEADS + head
-    q_offsets = q_rows[:, None] * HEAD_DIM + d[None, :]
-    q_mask = m_mask[:, None] & d_mask[None, :]
-    q = tl.load(q_ptr + q_offsets, mask=q_mask, other=0.0)
-
-    # The row's real context is shared out, whatever the host bound was. No query sees past its own
-    # position, so keys above the last query's are left out.
-    context = tl.minimum(context, first + NUM_QUERIES)
-    oldest = 0
-    if WINDOW > 0:  # nothing before the first query's window is read
-        oldest = (tl.maximum(first - WINDOW + 1, 0) // BLOCK_N) * BLOCK_N
-    if HAS_SHARED:  # another kernel attends to what the row shares
-        member = tl.load(shared_members_ptr + slot) != 0
-        oldest = tl.where(member, tl.load(shared_length_ptr), 0)
-    num_blocks = (tl.maximum(context - oldest, 0) + BLOCK_N - 1) // BLOCK_N
-    chunk = ((num_blocks + NUM_SPLITS - 1) // NUM_SPLITS) * BLOCK_N
-    begin = oldest + split * chunk
-    end = tl.minimum(begin + chunk, context)
-
-    running_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
-    running_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
-    table_ptr = block_tables_ptr + slot * table_stride
-    k_base = k_cache_ptr + kv_head * k_head_stride
-    v_base = v_cache_ptr + kv_head * v_head_stride
-    for start in range(begin, end, BLOCK_N):
-        keys = start + tl.arange(0, BLOCK_N)
-        valid = keys < end
-        blocks = load_block_ids(table_ptr, keys, valid, num_columns, BLOCK_SIZE)
-        offsets = keys % BLOCK_SIZE
-        kv_mask = valid[:, None] & d_mask[None, :]
-        k_offsets = blocks * k_block_stride + offsets * k_token_stride
-        k = tl.load(k_base + k_offsets[:, None] + d[None, :], mask=kv_mask, other=0.0)
-        scores = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-        scores = dot(q, tl.trans(k), scores, WIDEN) * scale_log2
-        if HAS_SOFTCAP:
-            scores = soft_cap(scores, cap_log2)
-        visible = valid[None, :] & (keys[None, :] <= first + query[:, None])
-        if WINDOW > 0:
-            visible = visible & (keys[None, :] > first + query[:, None] - WINDOW)
-        scores = tl.where(visible, scores, float("-inf"))
-        v_offsets = blocks * v_block_stride + offsets * v_token_stride
-        v = tl.load(v_base + v_offsets[:, None] + d[None, :], mask=kv_mask, other=0.0)
-        running_max, running_sum, acc = softmax_step(
-            scores, v, running_max, running_sum, acc, WIDEN
-        )
-
-    if NUM_PARTS == 1:
-        divisor = tl.where(running_sum != 0, running_sum, 1.0)
-        result = (acc / divisor[:, None]).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + q_offsets, result, mask=q_mask)
-    else:
-        part_rows = q_rows * NUM_PARTS + split
-        tl.store(part_max_ptr + part_rows, running_max, mask=m_mask)
-        tl.store(part_sum_ptr + part_rows, running_sum, mask=m_mask)
-        # An empty split stores nothing more: the join does not read what has no weight.
-        part_mask = q_mask & (running_sum != 0)[:, None]
-        tl.store(part_acc_ptr + part_rows[:, None] * HEAD_DIM + d[None, :], acc, mask=part_mask)
-
-
-@triton.jit
-def _join_kernel(
-    part_acc_ptr,
-    part_max_ptr,
-    part_sum_ptr,
-    out_ptr,
-    HEAD_DIM: tl.constexpr,
-    NUM_PARTS: tl.constexpr,
-    PARTS_PAD: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    enter(OVERLAP)
-    row = tl.program_id(0).to(tl.int64)  # of [B * Q * Hq]
-    part = tl.arange(0, PARTS_PAD)
-    d = tl.arange(0, BLOCK_D)
-    mask = part < NUM_PARTS
-    part_rows = row * NUM_PARTS + part
-    part_sum = tl.load(part_sum_ptr + part_rows, mask=mask, other=0.0)
-    part_max = tl.load(part_max_ptr + part_rows, mask=mask, other=float("-inf"))
-    used = part_sum != 0  # NaN counts: a broken row must not look like an empty one
-    part_max = tl.where(used, part_max, float("-inf"))
-    top = tl.max(part_max, axis=0)
-    top = tl.where(top == float("-inf"), 0.0, top)
-    weight = tl.where(used, tl.exp2(part_max - top), 0.0)
-    acc_mask = used[:, None] & (d < HEAD_DIM)[None, :]
-    offsets = part_rows[:, None] * HEAD_DIM + d[None, :]
-    acc = tl.load(part_acc_ptr + offsets, mask=acc_mask, other=0.0)
-    total = tl.sum(part_sum * weight, axis=0)
-    result = tl.sum(acc * weight[:, None], axis=0) / tl.where(total != 0, total, 1.0)
-    target = out_ptr + row * HEAD_DIM + d
-    tl.store(target, result.to(out_ptr.dtype.element_ty), mask=d < HEAD_DIM)
 
 
 @triton.jit
@@ -291,35 +133,6 @@ def _prefill_kernel(
             tl.store(out_ptr + q_offsets, result, mask=q_mask)
 
 
-class DecodeCut(NamedTuple):
-    """How decode is cut: programs a row and head, keys a step, warps, and stages of loads."""
-
-    splits: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-
-
-def _cut_decode(
-    batch: int, num_kv_heads: int, num_queries: int, group: int, head_dim: int, element_size: int
-) -> DecodeCut:
-    block_m = max(16, triton.next_power_of_2(num_queries * group))
-    block_d = max(16, triton.next_power_of_2(head_dim))
-    # Small steps with many loads in flight read fastest where they fit the fast memory.
-    is_small = block_d * element_size <= 256
-    return DecodeCut(
-        splits=max(1, _DECODE_PROGRAMS // (batch * num_kv_heads)),
-        block_n=32 if is_small else _block_n(block_d, element_size),
-        num_warps=8 if block_m * block_d >= 8192 else 4,
-        num_stages=6 if is_small else 3,
-    )
-
-
-def _block_n(head_dim: int, element_size: int) -> int:
-    """Keys a step: fewer where the tiles of K and V would not fit the fast memory."""
-    return 64 if head_dim * element_size <= 256 else 32
-
-
 def decode_attention(
     q: Tensor,
     k_cache: Tensor,
@@ -358,98 +171,42 @@ def decode_attention(
     Returns:
         `[B, Q, Hq, D]` in the dtype of q; zeros where a query has nothing to see.
     """
-    batch, num_queries, num_heads, head_dim = q.shape
-    block_size, num_kv_heads = k_cache.shape[1], k_cache.shape[2]
     q = q.contiguous()
     out = torch.empty_like(q)
     if out.numel() == 0:
         return out
-    group = num_heads // num_kv_heads
-    cut = _cut_decode(batch, num_kv_heads, num_queries, group, head_dim, q.element_size())
-    reach = min(max_context_len, window + num_queries) if window > 0 else max_context_len
-    splits = max(1, min(cut.splits, reach // _MIN_SPLIT, _MAX_SPLITS))
-    shared_splits = 0
+    num_kv_heads = k_cache.shape[2]
+    reach = min(max_context_len, window + q.shape[1]) if window > 0 else max_context_len
+    cut = cut_decode(q, num_kv_heads, reach)
+    num_own, num_shared = cut.splits if cut.splits > 1 else 0, 0
     if shared is not None:
-        shared_splits = num_shared_splits(batch * num_queries * group, num_kv_heads)
-    num_parts = splits + shared_splits
-    rows = batch * num_queries * num_heads
-    part_acc = part_max = part_sum = out
-    if num_parts > 1:
-        part_acc = torch.empty((rows, num_parts, head_dim), dtype=torch.float32, device=q.device)
-        part_max = torch.empty((rows, num_parts), dtype=torch.float32, device=q.device)
-        part_sum = torch.empty((rows, num_parts), dtype=torch.float32, device=q.device)
-    block_d = max(16, triton.next_power_of_2(head_dim))
-    if shared is not None:
+        num_lines = q.numel() // (q.shape[-1] * num_kv_heads)
+        shared_cut = cut_shared(num_lines, num_kv_heads, q.shape[-1], q.element_size())
+        num_shared = shared_cut.splits
+    parts = None
+    if num_own + num_shared > 0:
+        parts = new_parts(q.numel() // q.shape[-1], num_own + num_shared, q.shape[-1], q.device)
+    caches, scales = (k_cache, v_cache), (scale * _LOG2E, softcap * _LOG2E)
+    if shared is not None and parts is not None:
         attend_to_shared(
-            q,
-            k_cache,
-            v_cache,
-            slot_ids,
-            context_lens,
-            shared,
-            part_acc,
-            part_max,
-            part_sum,
-            scale * _LOG2E,
-            softcap * _LOG2E,
-            splits,
-            shared_splits,
+            q, *caches, slot_ids, context_lens, shared, *scales, parts, num_own, shared_cut
         )
-    _decode_kernel[(num_kv_heads, batch, splits)](
+    attend_to_own(
         q,
-        k_cache,
-        v_cache,
+        *caches,
         block_tables,
         slot_ids,
         first_positions,
         context_lens,
-        None if shared is None else shared.length,
-        None if shared is None else shared.members.view(torch.uint8),
+        shared,
+        *scales,
+        max(window, 0),
         out,
-        part_acc,
-        part_max,
-        part_sum,
-        scale * _LOG2E,
-        softcap * _LOG2E,
-        block_tables.shape[1],
-        block_tables.stride(0),
-        k_cache.stride(0),
-        k_cache.stride(1),
-        k_cache.stride(2),
-        v_cache.stride(0),
-        v_cache.stride(1),
-        v_cache.stride(2),
-        NUM_QUERIES=num_queries,
-        NUM_HEADS=num_heads,
-        NUM_KV_HEADS=num_kv_heads,
-        HEAD_DIM=head_dim,
-        BLOCK_SIZE=block_size,
-        NUM_SPLITS=splits,
-        NUM_PARTS=num_parts,
-        HAS_SHARED=shared is not None,
-        WINDOW=max(window, 0),
-        HAS_SOFTCAP=softcap > 0,
-        BLOCK_M=max(16, triton.next_power_of_2(num_queries * group)),
-        BLOCK_N=cut.block_n,
-        BLOCK_D=block_d,
-        WIDEN=not q.is_cuda,
-        num_warps=cut.num_warps,
-        num_stages=cut.num_stages,
-        **overlap_options(q),
+        parts,
+        cut,
     )
-    if num_parts > 1:
-        _join_kernel[(rows,)](
-            part_acc,
-            part_max,
-            part_sum,
-            out,
-            HEAD_DIM=head_dim,
-            NUM_PARTS=num_parts,
-            PARTS_PAD=triton.next_power_of_2(num_parts),
-            BLOCK_D=block_d,
-            num_warps=4 if num_parts > 8 else 1,
-            **overlap_options(q),
-        )
+    if parts is not None and num_own > 0:
+        join_parts(parts, out)
     return out
 
 
@@ -533,7 +290,8 @@ def prefill_attention(
         WINDOW=max(window, 0),
         HAS_SOFTCAP=softcap > 0,
         BLOCK_M=block_m,
-        BLOCK_N=_block_n(block_d, q.element_size()),
+        # Fewer keys a step where the tiles of K and V would not fit the fast memory.
+        BLOCK_N=64 if block_d * q.element_size() <= 256 else 32,
         BLOCK_D=block_d,
         WIDEN=not q.is_cuda,
         num_warps=8 if block_m * block_d >= 8192 else 4,

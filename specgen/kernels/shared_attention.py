@@ -2,25 +2,92 @@
 
 A program takes a tile of queries of different rows and a piece of the shared keys. What it finds
 joins the parts of each row's own context by their log-sum-exps (compare Juravsky et al.,
-"Hydragen", arXiv 2402.05099). Every shared key stands before every query, so nothing is masked but
-rows that do not belong.
+"Hydragen", arXiv 2402.05099). Every shared key stands before every query, so no score is masked:
+rows that do not belong are computed along and left out at the end.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from specgen.kernels.attention_parts import Parts
 from specgen.kernels.batch_types import SharedPrefix
-from specgen.kernels.online_softmax import load_block_ids, soft_cap, softmax_step
+from specgen.kernels.online_softmax import soft_cap, softmax_step
 from specgen.kernels.overlap import enter, overlap_options
 from specgen.kernels.products import dot
 
-_LARGEST_TILE = 128
 _PROGRAMS = 132  # one for each multiprocessor of a large GPU
 _MAX_SPLITS = 16
+
+
+class SharedCut(NamedTuple):
+    """How it is cut: pieces of the keys, query heads and keys a step, warps, and stages of loads.
+
+    `max_registers` bounds the registers of a thread, so that more programs fit; None: no bound.
+    """
+
+    splits: int
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    max_registers: int | None = None
+
+
+@triton.jit
+def _attend(
+    q,
+    k_base,
+    v_base,
+    block_ids_ptr,
+    start,
+    end,
+    d,
+    scale_log2,
+    cap_log2,
+    k_block_stride,
+    k_token_stride,
+    v_block_stride,
+    v_token_stride,
+    running_max,
+    running_sum,
+    acc,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """One step over the keys from start on; where the step is not whole, to before end."""
+    keys = start + tl.arange(0, BLOCK_N)
+    if not IS_WHOLE:
+        keys = tl.minimum(keys, end - 1)  # again the last key, which is no other row's
+    blocks = tl.load(block_ids_ptr + keys // BLOCK_SIZE).to(tl.int64)
+    offsets = keys % BLOCK_SIZE
+    k_ptrs = k_base + (blocks * k_block_stride + offsets * k_token_stride)[:, None] + d[None, :]
+    v_ptrs = v_base + (blocks * v_block_stride + offsets * v_token_stride)[:, None] + d[None, :]
+    if HEAD_DIM == BLOCK_D:
+        k = tl.load(k_ptrs)
+        v = tl.load(v_ptrs)
+    else:
+        k = tl.load(k_ptrs, mask=(d < HEAD_DIM)[None, :], other=0.0)
+        v = tl.load(v_ptrs, mask=(d < HEAD_DIM)[None, :], other=0.0)
+    scores = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    scores = dot(q, tl.trans(k), scores, WIDEN) * scale_log2
+    if HAS_SOFTCAP:
+        scores = soft_cap(scores, cap_log2)
+    if not IS_WHOLE:
+        seen = start + tl.arange(0, BLOCK_N) < end
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+    return softmax_step(scores, v, running_max, running_sum, acc, WIDEN)
 
 
 @triton.jit
@@ -39,7 +106,8 @@ def _shared_kernel(
     scale_log2,
     cap_log2,
     num_rows,
-    num_columns,
+    first_part,
+    num_parts,
     k_block_stride,
     k_token_stride,
     k_head_stride,
@@ -51,8 +119,6 @@ def _shared_kernel(
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    FIRST_PART: tl.constexpr,
-    NUM_PARTS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -64,8 +130,8 @@ def _shared_kernel(
     kv_head = tl.program_id(0)
     tile = tl.program_id(1)
     split = tl.program_id(2)
+    num_splits = tl.num_programs(2)
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
-    NUM_SPLITS: tl.constexpr = NUM_PARTS - FIRST_PART
 
     # Line m of the tile: head m % GROUP of query m // GROUP, queries row by row.
     m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -79,51 +145,103 @@ def _shared_kernel(
     d = tl.arange(0, BLOCK_D)
     d_mask = d < HEAD_DIM
     q_rows = query * NUM_HEADS + kv_head * GROUP + m % GROUP
-    q_mask = member[:, None] & d_mask[None, :]
+    q_mask = used[:, None] & d_mask[None, :]
     q = tl.load(q_ptr + q_rows[:, None] * HEAD_DIM + d[None, :], mask=q_mask, other=0.0)
 
     num_members = tl.sum(member.to(tl.int32), axis=0)
     length = tl.where(num_members > 0, tl.load(length_ptr), 0)
-    num_steps = (length + BLOCK_N - 1) // BLOCK_N
-    chunk = ((num_steps + NUM_SPLITS - 1) // NUM_SPLITS) * BLOCK_N
-    begin_key = split * chunk
-    end = tl.minimum(begin_key + chunk, length)
+    num_steps = tl.cdiv(length, BLOCK_N)
+    chunk = tl.cdiv(num_steps, num_splits) * BLOCK_N
+    begin = tl.minimum(split * chunk, length)
+    end = tl.minimum(begin + chunk, length)
+    whole_end = begin + (end - begin) // BLOCK_N * BLOCK_N
     running_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     running_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     k_base = k_cache_ptr + kv_head * k_head_stride
     v_base = v_cache_ptr + kv_head * v_head_stride
-    for start in range(begin_key, end, BLOCK_N):
-        keys = start + tl.arange(0, BLOCK_N)
-        valid = keys < end
-        blocks = load_block_ids(block_ids_ptr, keys, valid, num_columns, BLOCK_SIZE)
-        offsets = keys % BLOCK_SIZE
-        kv_mask = valid[:, None] & d_mask[None, :]
-        k_offsets = blocks * k_block_stride + offsets * k_token_stride
-        k = tl.load(k_base + k_offsets[:, None] + d[None, :], mask=kv_mask, other=0.0)
-        scores = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-        scores = dot(q, tl.trans(k), scores, WIDEN) * scale_log2
-        if HAS_SOFTCAP:
-            scores = soft_cap(scores, cap_log2)
-        scores = tl.where(valid[None, :] & member[:, None], scores, float("-inf"))
-        v_offsets = blocks * v_block_stride + offsets * v_token_stride
-        v = tl.load(v_base + v_offsets[:, None] + d[None, :], mask=kv_mask, other=0.0)
-        running_max, running_sum, acc = softmax_step(
-            scores, v, running_max, running_sum, acc, WIDEN
+    for start in range(begin, whole_end, BLOCK_N):
+        running_max, running_sum, acc = _attend(
+            q,
+            k_base,
+            v_base,
+            block_ids_ptr,
+            start,
+            end,
+            d,
+            scale_log2,
+            cap_log2,
+            k_block_stride,
+            k_token_stride,
+            v_block_stride,
+            v_token_stride,
+            running_max,
+            running_sum,
+            acc,
+            HEAD_DIM,
+            BLOCK_SIZE,
+            HAS_SOFTCAP,
+            True,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_D,
+            WIDEN,
+        )
+    if whole_end < end:
+        running_max, running_sum, acc = _attend(
+            q,
+            k_base,
+            v_base,
+            block_ids_ptr,
+            whole_end,
+            end,
+            d,
+            scale_log2,
+            cap_log2,
+            k_block_stride,
+            k_token_stride,
+            v_block_stride,
+            v_token_stride,
+            running_max,
+            running_sum,
+            acc,
+            HEAD_DIM,
+            BLOCK_SIZE,
+            HAS_SOFTCAP,
+            False,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_D,
+            WIDEN,
         )
 
-    part_rows = q_rows * NUM_PARTS + FIRST_PART + split
+    # Parts are written whole, so that readers need not look whether there is something.
+    running_max = tl.where(member, running_max, float("-inf"))
+    running_sum = tl.where(member, running_sum, 0.0)
+    acc = tl.where(member[:, None], acc, 0.0)
+    part_rows = q_rows * num_parts + first_part + split
     tl.store(part_max_ptr + part_rows, running_max, mask=used)
     tl.store(part_sum_ptr + part_rows, running_sum, mask=used)
-    # Nothing more of what has no weight: the join does not read it.
-    part_mask = q_mask & (running_sum != 0)[:, None]
-    tl.store(part_acc_ptr + part_rows[:, None] * HEAD_DIM + d[None, :], acc, mask=part_mask)
+    tl.store(part_acc_ptr + part_rows[:, None] * HEAD_DIM + d[None, :], acc, mask=q_mask)
 
 
-def num_shared_splits(num_lines: int, num_kv_heads: int) -> int:
-    """Pieces that the shared keys are cut into for ``num_lines`` query heads of a K/V head."""
-    tiles = -(-num_lines // _LARGEST_TILE) * num_kv_heads
-    return max(1, min(_MAX_SPLITS, -(-_PROGRAMS // tiles)))
+def cut_shared(num_lines: int, num_kv_heads: int, head_dim: int, element_size: int) -> SharedCut:
+    """How to cut shared keys for ``num_lines`` query heads of each K/V head."""
+    block_d = max(16, triton.next_power_of_2(head_dim))
+    head_bytes = block_d * element_size
+    is_small = head_bytes <= 256
+    # Tiles of wide heads are smaller, so that they fit the fast memory.
+    largest = 128 if is_small else 64 if head_bytes <= 512 else 16
+    block_m = min(largest, max(16, triton.next_power_of_2(num_lines)))
+    tiles = -(-num_lines // block_m) * num_kv_heads
+    return SharedCut(
+        # All programs of a cut run at once: with one more they would take twice the time.
+        splits=max(1, min(_MAX_SPLITS, _PROGRAMS // tiles)),
+        block_m=block_m,
+        block_n=64 if is_small else 32,
+        num_warps=8 if block_m * block_d >= 8192 else 4,
+        num_stages=3 if head_bytes <= 512 else 2,
+    )
 
 
 def attend_to_shared(
@@ -133,15 +251,13 @@ def attend_to_shared(
     slot_ids: Tensor,
     context_lens: Tensor,
     shared: SharedPrefix,
-    part_acc: Tensor,
-    part_max: Tensor,
-    part_sum: Tensor,
     scale_log2: float,
     cap_log2: float,
+    parts: Parts,
     first_part: int,
-    num_splits: int,
+    cut: SharedCut,
 ) -> None:
-    """Write the parts ``first_part`` to ``first_part + num_splits`` of every query head.
+    """Write the parts ``first_part`` to ``first_part + cut.splits`` of every query head, whole.
 
     Args:
         q: `[B, Q, Hq, D]`, contiguous.
@@ -150,24 +266,17 @@ def attend_to_shared(
         slot_ids: int32 `[B]`, -1 for an inert row.
         context_lens: int32 `[B]`, 0 for an inert row.
         shared: the shared blocks and whose they are.
-        part_acc: float32 `[B * Q * Hq, parts, D]`, sums of values; unwritten where nothing is seen.
-        part_max: float32 `[B * Q * Hq, parts]`, largest scores in units of log 2.
-        part_sum: float32 `[B * Q * Hq, parts]`, sums of weights.
         scale_log2: factor on the scores, times log2(e).
         cap_log2: bound on the scores, times log2(e); 0: none.
+        parts: of every query head; zeros and -inf where nothing is seen.
         first_part: parts before these, of the rows' own contexts.
-        num_splits: pieces that the shared keys are cut into.
+        cut: how the work is cut.
     """
     batch, num_queries, num_heads, head_dim = q.shape
     block_size, num_kv_heads = k_cache.shape[1], k_cache.shape[2]
     num_lines = batch * num_queries * (num_heads // num_kv_heads)
-    block_d = max(16, triton.next_power_of_2(head_dim))
-    head_bytes = block_d * q.element_size()
-    small = head_bytes <= 256
-    # Tiles of wide heads are smaller, so that they fit the fast memory.
-    largest = _LARGEST_TILE if small else _LARGEST_TILE // 2 if head_bytes <= 512 else 16
-    block_m = min(largest, max(16, triton.next_power_of_2(num_lines)))
-    _shared_kernel[(num_kv_heads, triton.cdiv(num_lines, block_m), num_splits)](
+    bound = {} if cut.max_registers is None else {"maxnreg": cut.max_registers}
+    _shared_kernel[(num_kv_heads, triton.cdiv(num_lines, cut.block_m), cut.splits)](
         q,
         k_cache,
         v_cache,
@@ -176,13 +285,14 @@ def attend_to_shared(
         shared.block_ids,
         shared.length,
         shared.members.view(torch.uint8),
-        part_acc,
-        part_max,
-        part_sum,
+        parts.acc,
+        parts.largest,
+        parts.total,
         scale_log2,
         cap_log2,
         batch,
-        shared.block_ids.shape[0],
+        first_part,
+        parts.acc.shape[1],
         k_cache.stride(0),
         k_cache.stride(1),
         k_cache.stride(2),
@@ -194,14 +304,13 @@ def attend_to_shared(
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
-        FIRST_PART=first_part,
-        NUM_PARTS=first_part + num_splits,
         HAS_SOFTCAP=cap_log2 > 0,
-        BLOCK_M=block_m,
-        BLOCK_N=64 if small else 32,
-        BLOCK_D=block_d,
+        BLOCK_M=cut.block_m,
+        BLOCK_N=cut.block_n,
+        BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
         WIDEN=not q.is_cuda,
-        num_warps=8 if block_m * block_d >= 8192 else 4,
-        num_stages=3 if head_bytes <= 512 else 2,
+        num_warps=cut.num_warps,
+        num_stages=cut.num_stages,
+        **bound,
         **overlap_options(q),
     )

@@ -19,7 +19,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from specgen.kernels import KERNEL_MODULES, linear, select_kernels, shared_attention
+from specgen.kernels import (
+    KERNEL_MODULES,
+    attention_parts,
+    linear,
+    row_attention,
+    select_kernels,
+    shared_attention,
+)
 from specgen.kernels.batch_types import SharedPrefix
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -85,9 +92,10 @@ def run_model_kernels(kernels: Any, dtype: torch.dtype, head_dim: int) -> None:
         q, *caches, tables, i32(rows), i32(rows), i32(rows), 0.1, 64, window=20, softcap=5.0
     )
     shared = SharedPrefix(i32(40), i32(1), torch.ones(slots, dtype=torch.bool))
-    kernels.attention.decode_attention(
-        q, *caches, tables, i32(rows), i32(rows), i32(rows), 0.1, 64, shared=shared
-    )
+    for bound in (64, 640):
+        kernels.attention.decode_attention(
+            q, *caches, tables, i32(rows), i32(rows), i32(rows), 0.1, bound, shared=shared
+        )
     for options in ({}, {"window": 20, "softcap": 5.0}):
         kernels.attention.prefill_attention(
             q.flatten(0, 1),
@@ -154,7 +162,7 @@ def run_batch_kernels(kernels: Any) -> None:
 def let_kernels_overlap(kernels: Any) -> None:
     """What a GPU of this capability would be asked for; tensors of a CPU ask for the opposite."""
     modules = [getattr(kernels, name) for name in KERNEL_MODULES]
-    for module in [*modules, shared_attention]:
+    for module in [*modules, attention_parts, row_attention, shared_attention]:
         if hasattr(module, "overlap_options"):
             module.overlap_options = lambda _: {"OVERLAP": True, "launch_pdl": True}
 

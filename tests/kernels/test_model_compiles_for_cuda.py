@@ -16,6 +16,8 @@ import specgen.kernels
 SCRIPT = Path(__file__).with_name("compile_model_for_cuda.py")
 MODULES = (
     "attention",
+    "attention_parts",
+    "row_attention",
     "shared_attention",
     "linear",
     "norm",

@@ -9,8 +9,12 @@ import torch
 from kernels.paged_rows import TOLERANCE, Paged, dense, make_paged
 
 from specgen.kernels import attention as triton_attention
+from specgen.kernels import attention_parts
+from specgen.kernels.attention_parts import JoinCut
 from specgen.kernels.batch_types import SharedPrefix
 from specgen.kernels.reference import attention as reference_attention
+from specgen.kernels.row_attention import DecodeCut
+from specgen.kernels.shared_attention import SharedCut
 
 MODULES = [
     pytest.param(reference_attention, id="reference"),
@@ -170,3 +174,58 @@ def test_a_broken_shared_block_breaks_its_members_only(module: ModuleType, devic
     ).cpu()
     assert not torch.isfinite(out[[0, 2]]).any()
     assert torch.isfinite(out[1]).all()
+
+
+SHARED_CUTS = [
+    SharedCut(1, 16, 16, 4, 2),
+    SharedCut(1, 128, 64, 8, 3, 128),
+    SharedCut(2, 64, 32, 4, 3),
+    SharedCut(16, 16, 32, 4, 3),  # most pieces are empty
+]
+OWN_CUTS = [DecodeCut(1, 32, 4, 4), DecodeCut(1, 16, 4, 2), DecodeCut(3, 16, 4, 2)]
+
+
+@pytest.mark.parametrize("num_blocks", [0, 1, 3, 4, 7])
+@pytest.mark.parametrize("own_cut", OWN_CUTS)
+@pytest.mark.parametrize("shared_cut", SHARED_CUTS)
+@pytest.mark.usefixtures("poison")
+def test_every_cut_finds_the_same(
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
+    shared_cut: SharedCut,
+    own_cut: DecodeCut,
+    num_blocks: int,
+) -> None:
+    """Members, one with nothing of its own but its queries, strangers, and inert rows of garbage.
+
+    The number of shared tokens is a multiple of a step or is not, and some pieces have none.
+    """
+    monkeypatch.setattr(triton_attention, "cut_shared", lambda *_: shared_cut)
+    monkeypatch.setattr(triton_attention, "cut_decode", lambda *_: own_cut)
+    length = num_blocks * BLOCK_SIZE
+    contexts = [length + 2, length + 40, 23, length + 17, 2, length + 5, length + 9]
+    paged = make_paged(contexts, 2, 16)
+    shared = share(paged, num_blocks, [1, 0, 3, 5, 6])
+    q = torch.randn(len(contexts), 2, 6, 16)
+    paged.slot_ids[5] = -1
+    paged.context_lens[6] = 0
+    paged.keys[6], paged.values[6] = paged.keys[6][:0], paged.values[6][:0]
+    q[5:] = float("nan")
+    firsts = [context - 2 for context in contexts]
+    check(triton_attention, device, paged, shared, q, firsts, 192)
+
+
+@pytest.mark.parametrize("lines", [1, 4, 16])
+@pytest.mark.parametrize("own_splits", [2, 5])
+@pytest.mark.usefixtures("poison")
+def test_a_join_of_several_lines_a_program(
+    device: str, monkeypatch: pytest.MonkeyPatch, lines: int, own_splits: int
+) -> None:
+    """Their number is no multiple of what a program takes, nor the parts' a power of two."""
+    monkeypatch.setattr(attention_parts, "cut_join", lambda *_: JoinCut(lines, 1))
+    cut = DecodeCut(own_splits, 16, 4, 2)
+    monkeypatch.setattr(triton_attention, "cut_decode", lambda *_: cut)
+    paged = make_paged([70, 35, 64], 1, 16)
+    shared = share(paged, 2, [0, 1])
+    q = torch.randn(3, 1, 3, 16)
+    check(triton_attention, device, paged, shared, q, [69, 34, 63], 96)
