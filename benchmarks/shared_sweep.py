@@ -119,6 +119,27 @@ def measure(batch: Batch, cut: SharedCut, own_cut: DecodeCut) -> Row:
     return row
 
 
+def side_by_side_us(batch: Batch, cut: SharedCut, own_cut: DecodeCut) -> float:
+    """Time of the two kernels in streams of their own, though the second needs the first.
+
+    What one launch of both could come to.
+    """
+    parts = batch.parts(cut, own_cut)
+    side = torch.cuda.Stream()
+
+    def calls() -> None:
+        main = torch.cuda.current_stream()
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            for cache in range(NUM_CACHES):
+                batch.attend_shared(cache, cut, parts)
+        for cache in range(NUM_CACHES):
+            batch.attend_own(cache, own_cut, parts)
+        main.wait_stream(side)
+
+    return graph_us(calls, NUM_CACHES)
+
+
 def cuts(rows: int, queries: int) -> list[SharedCut]:
     """The chosen cut, then all others that fill the multiprocessors once."""
     num_lines = rows * queries * HEADS // KV_HEADS
@@ -147,9 +168,12 @@ def show(rows: int, queries: int, cut: object, row: Row) -> None:
     default=75.0,
     help="Begin no cut later; each shape has its share.",
 )
+@click.option("--side-by-side", is_flag=True, help="Both kernels at once, in streams; no more.")
 @click.option("--output-dir", default=None)
 @click.option("--name", default="shared_sweep_h200")
-def main(shapes: str, seconds: float, output_dir: str | None, name: str) -> None:
+def main(
+    shapes: str, seconds: float, side_by_side: bool, output_dir: str | None, name: str
+) -> None:
     """Measure and write a record."""
     torch.manual_seed(0)
     begin = time.monotonic()
@@ -160,6 +184,11 @@ def main(shapes: str, seconds: float, output_dir: str | None, name: str) -> None
         rows, queries = (int(number) for number in shape.split("x"))
         batch = Batch(rows, queries)
         own_cut = cut_decode(batch.q, KV_HEADS, BOUND)
+        if side_by_side:
+            for cut in cuts(rows, queries)[:3]:
+                us = side_by_side_us(batch, cut, own_cut)
+                click.echo(f"{shape}  {tuple(cut)!s:36s} side by side {us:7.1f} us")
+            continue
         for index, cut in enumerate(cuts(rows, queries)):
             if index == 0 or time.monotonic() < deadline:
                 row = measure(batch, cut, own_cut)
@@ -176,7 +205,8 @@ def main(shapes: str, seconds: float, output_dir: str | None, name: str) -> None
         del batch
         torch.cuda.empty_cache()
     click.echo(f"{time.monotonic() - begin:.0f} s")
-    click.echo(f"wrote {write_record(name, {'results': results}, output_dir)}")
+    if results:
+        click.echo(f"wrote {write_record(name, {'results': results}, output_dir)}")
 
 
 if __name__ == "__main__":
