@@ -22,6 +22,7 @@ KERNEL_MODULES = (
     "packed_attention",
     "linear",
     "norm",
+    "pairs",
     "rotary",
     "activation",
     "grouped",
@@ -43,6 +44,7 @@ class Kernels:
     packed_attention: Any
     linear: Any
     norm: Any
+    pairs: Any
     rotary: Any
     activation: Any
     grouped: Any

@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specgen.kernels.batch_types import DecodeInputs, DraftInputs, ExtendInputs
+from specgen.kernels.batch_types import DecodeInputs, DraftInputs, ExtendInputs, SamplingRows
+from specgen.kernels.overlap import enter, overlap_options
 
 
 @triton.jit
@@ -57,7 +58,9 @@ def _decode_inputs_kernel(
     K: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WIDTH_PAD: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    enter(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     slot, live = _row_slot(slot_ids_ptr, active_ptr, row)
     num_drafts = tl.load(num_draft_tokens_ptr + slot)
@@ -96,12 +99,15 @@ def _extend_inputs_kernel(
     slot_mapping_ptr,
     context_lens_ptr,
     last_idx_ptr,
+    next_positions_ptr,
     num_columns,
     table_stride,
     WIDTH: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WIDTH_PAD: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    enter(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     slot, live = _row_slot(slot_ids_ptr, active_ptr, row)
     count = tl.where(live, tl.load(num_committed_ptr + row), 0)
@@ -118,6 +124,7 @@ def _extend_inputs_kernel(
     tl.store(slot_mapping_ptr + out, slots, mask=inside)
     tl.store(context_lens_ptr + row, tl.where(count > 0, first + count, 0))
     tl.store(last_idx_ptr + row, row * WIDTH + tl.maximum(count - 1, 0))
+    tl.store(next_positions_ptr + row, tl.where(count > 0, first + 1 + count, -1))
 
 
 @triton.jit
@@ -129,11 +136,14 @@ def _draft_inputs_kernel(
     positions_ptr,
     slot_mapping_ptr,
     context_lens_ptr,
+    next_positions_ptr,
     num_columns,
     table_stride,
     STEP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    enter(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     slot, live = _row_slot(slot_ids_ptr, active_ptr, row)
     position = tl.where(live, tl.load(seq_lens_ptr + slot) - 2 + STEP, 0)
@@ -142,6 +152,36 @@ def _draft_inputs_kernel(
     token_slot = _token_slots(table_ptr, position, live, num_columns, BLOCK_SIZE)
     tl.store(slot_mapping_ptr + row, token_slot)
     tl.store(context_lens_ptr + row, tl.where(live, position + 1, 0))
+    tl.store(next_positions_ptr + row, tl.where(live, position + 2, -1))
+
+
+@triton.jit
+def _sampling_rows_kernel(
+    slot_ids_ptr,
+    temperature_ptr,
+    seeds_ptr,
+    sample_index_ptr,
+    seq_lens_ptr,
+    out_temperature_ptr,
+    out_seeds_ptr,
+    out_sample_index_ptr,
+    out_seq_lens_ptr,
+    num_rows,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    enter(OVERLAP)
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < num_rows
+    slot = tl.load(slot_ids_ptr + row, mask=inside, other=-1)
+    used = slot >= 0
+    temperature = tl.load(temperature_ptr + slot, mask=used, other=0.0)
+    tl.store(out_temperature_ptr + row, temperature, mask=inside)
+    tl.store(out_seeds_ptr + row, tl.load(seeds_ptr + slot, mask=used, other=0), mask=inside)
+    sample_index = tl.load(sample_index_ptr + slot, mask=used, other=0)
+    tl.store(out_sample_index_ptr + row, sample_index, mask=inside)
+    seq_len = tl.load(seq_lens_ptr + slot, mask=used, other=0)
+    tl.store(out_seq_lens_ptr + row, seq_len, mask=inside)
 
 
 def decode_inputs(
@@ -202,6 +242,7 @@ def decode_inputs(
         BLOCK_SIZE=block_size,
         WIDTH_PAD=triton.next_power_of_2(k + 1),
         num_warps=1,
+        **overlap_options(slot_ids),
     )
     return result
 
@@ -238,6 +279,7 @@ def extend_inputs(
         slot_mapping=torch.empty((batch, width), dtype=torch.int64, device=device),
         context_lens=torch.empty((batch,), dtype=torch.int32, device=device),
         last_idx=torch.empty((batch,), dtype=torch.int64, device=device),
+        next_positions=torch.empty((batch,), dtype=torch.int32, device=device),
     )
     if batch == 0:
         return result
@@ -255,6 +297,7 @@ def extend_inputs(
         BLOCK_SIZE=block_size,
         WIDTH_PAD=triton.next_power_of_2(width),
         num_warps=1,
+        **overlap_options(slot_ids),
     )
     return result
 
@@ -267,14 +310,14 @@ def draft_inputs(
     step: int,
     block_size: int,
 ) -> DraftInputs:
-    """Inputs of the draft's single-token pass number `step` (1 to k-1) after the extend pass.
+    """Inputs of the draft's single-token pass number `step` after the extend pass.
 
     Args:
         slot_ids: int32 `[B]`; -1 for a padding row.
         seq_lens: int32 `[S]`, after the commit.
         active: bool `[S]`, after the commit.
         block_tables: int32 `[S, MB]`.
-        step: 1 for the first pass after the extend pass.
+        step: 1 for the first pass after the extend pass; 0: the row's last true pair once more.
         block_size: tokens in a cache block.
 
     Returns:
@@ -286,6 +329,7 @@ def draft_inputs(
         positions=torch.empty((batch,), dtype=torch.int32, device=device),
         slot_mapping=torch.empty((batch,), dtype=torch.int64, device=device),
         context_lens=torch.empty((batch,), dtype=torch.int32, device=device),
+        next_positions=torch.empty((batch,), dtype=torch.int32, device=device),
     )
     if batch == 0:
         return result
@@ -300,5 +344,39 @@ def draft_inputs(
         STEP=step,
         BLOCK_SIZE=block_size,
         num_warps=1,
+        **overlap_options(slot_ids),
+    )
+    return result
+
+
+def sampling_rows(
+    slot_ids: Tensor, temperature: Tensor, seeds: Tensor, sample_index: Tensor, seq_lens: Tensor
+) -> SamplingRows:
+    """Gather what sampling needs to know of each row of a batch.
+
+    Args:
+        slot_ids: int32 `[B]`; -1 for a padding row.
+        temperature: float32 `[S]`.
+        seeds: int64 `[S]`.
+        sample_index: int32 `[S]`.
+        seq_lens: int32 `[S]`.
+
+    Returns:
+        `SamplingRows`.
+    """
+    batch = slot_ids.numel()
+    sources = (temperature, seeds, sample_index, seq_lens)
+    result = SamplingRows(*(source.new_empty(batch) for source in sources))
+    if batch == 0:
+        return result
+    block = min(128, triton.next_power_of_2(batch))
+    _sampling_rows_kernel[(triton.cdiv(batch, block),)](
+        slot_ids,
+        *sources,
+        *result,
+        batch,
+        BLOCK=block,
+        num_warps=1,
+        **overlap_options(slot_ids),
     )
     return result

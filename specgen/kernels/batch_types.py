@@ -39,6 +39,22 @@ class DecodeInputs(NamedTuple):
     """int32 `[B]`: d; -1 on inert rows."""
 
 
+class SamplingRows(NamedTuple):
+    """What drawing tokens of a batch depends on beside logits, gathered from the persistent rows.
+
+    Padding rows have zeros.
+    """
+
+    temperature: Tensor
+    """float32 `[B]`."""
+    seeds: Tensor
+    """int64 `[B]`."""
+    sample_index: Tensor
+    """int32 `[B]`."""
+    seq_lens: Tensor
+    """int32 `[B]`: n, which is also the position of the next token."""
+
+
 class ExtendInputs(NamedTuple):
     """What the draft's extend pass runs over: the pairs (feature, next token) just committed."""
 
@@ -50,6 +66,8 @@ class ExtendInputs(NamedTuple):
     """int32 `[B]`: first position + committed tokens; 0 on inert rows."""
     last_idx: Tensor
     """int64 `[B]`: the last true pair, counted over `[B*(k+1)]`; the row's start if inert."""
+    next_positions: Tensor
+    """int32 `[B]`: n, of the token that the last pair drafts; -1 on inert rows."""
 
 
 class DraftInputs(NamedTuple):
@@ -61,6 +79,8 @@ class DraftInputs(NamedTuple):
     """int64 `[B]`: token slot in the cache; -1 on inert rows."""
     context_lens: Tensor
     """int32 `[B]`: n-1+step; 0 on inert rows."""
+    next_positions: Tensor
+    """int32 `[B]`: n+step, of the token that the pass drafts; -1 on inert rows."""
 
 
 class CommitResult(NamedTuple):
@@ -70,6 +90,9 @@ class CommitResult(NamedTuple):
     """int32 `[B]`: tokens appended to the row; 0 on inert and failed rows."""
     finish: Tensor
     """int32 `[B]`: `RUNNING`, `FINISH_STOP`, `FINISH_LENGTH` or `FINISH_ERROR`."""
+    record: Tensor
+    """int32 `[B, k+1+4]`, for the host: the tokens, then `num_sampled`, `num_draft_tokens`,
+    `num_committed` and `finish`."""
 
 
 class SharedPrefix(NamedTuple):

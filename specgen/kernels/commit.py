@@ -14,6 +14,7 @@ from specgen.kernels.batch_types import (
     RUNNING,
     CommitResult,
 )
+from specgen.kernels.overlap import enter, overlap_options
 
 _RUNNING = tl.constexpr(RUNNING)
 _STOP = tl.constexpr(FINISH_STOP)
@@ -35,17 +36,21 @@ def _commit_kernel(
     active_ptr,
     num_committed_ptr,
     finish_ptr,
+    record_ptr,
     width,
     num_stops,
     stop_stride,
     WIDTH_PAD: tl.constexpr,
     STOPS_PAD: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    enter(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ids_ptr + row).to(tl.int64)
     live = slot >= 0
     slot = tl.maximum(slot, 0)
-    live = live & (tl.load(active_ptr + slot) != 0) & (tl.load(num_draft_tokens_ptr + row) >= 0)
+    num_drafts = tl.load(num_draft_tokens_ptr + row)
+    live = live & (tl.load(active_ptr + slot) != 0) & (num_drafts >= 0)
     ok = tl.load(ok_ptr + row) != 0
     num_sampled = tl.load(num_sampled_ptr + row)
     failed = live & (ok == 0)
@@ -75,6 +80,48 @@ def _commit_kernel(
     tl.store(active_ptr + slot, 0, mask=finish != _RUNNING)
     tl.store(num_committed_ptr + row, count)
     tl.store(finish_ptr + row, finish)
+    record_ptr += row * (width + 4)
+    tl.store(record_ptr + i, tokens, mask=i < width)
+    tl.store(record_ptr + width, num_sampled)
+    tl.store(record_ptr + width + 1, num_drafts)
+    tl.store(record_ptr + width + 2, count)
+    tl.store(record_ptr + width + 3, finish)
+
+
+@triton.jit
+def _commit_drafts_kernel(
+    slot_ids_ptr,
+    tokens_ptr,
+    ok_ptr,
+    seq_lens_ptr,
+    active_ptr,
+    draft_limits_ptr,
+    draft_tokens_ptr,
+    num_draft_tokens_ptr,
+    num_rows,
+    position_limit,
+    draft_stride,
+    K: tl.constexpr,
+    K_PAD: tl.constexpr,
+    HAS_POSITION_LIMIT: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    enter(OVERLAP)
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_ids_ptr + row).to(tl.int64)
+    if slot >= 0:
+        j = tl.arange(0, K_PAD)
+        at = j * num_rows + row
+        ok = tl.load(ok_ptr + at, mask=j < K, other=0) != 0
+        tokens = tl.load(tokens_ptr + at, mask=ok, other=0)
+        count = tl.min(tl.where(ok, K, j), axis=0)  # drafts before the first that broke
+        count = tl.minimum(count, tl.load(draft_limits_ptr + slot))
+        if HAS_POSITION_LIMIT:  # draft j comes from the pair at position n - 2 + j
+            room = position_limit + 2 - tl.load(seq_lens_ptr + slot)
+            count = tl.minimum(count, tl.maximum(room, 0))
+        count = tl.where(tl.load(active_ptr + slot) != 0, count, 0)
+        tl.store(draft_tokens_ptr + slot * draft_stride + j, tokens, mask=j < K)
+        tl.store(num_draft_tokens_ptr + slot, count)
 
 
 def commit_tokens(
@@ -115,6 +162,7 @@ def commit_tokens(
     result = CommitResult(
         num_committed=torch.empty((batch,), dtype=torch.int32, device=tokens.device),
         finish=torch.empty((batch,), dtype=torch.int32, device=tokens.device),
+        record=torch.empty((batch, width + 4), dtype=torch.int32, device=tokens.device),
     )
     if batch == 0:
         return result
@@ -136,5 +184,56 @@ def commit_tokens(
         WIDTH_PAD=triton.next_power_of_2(width),
         STOPS_PAD=triton.next_power_of_2(max(1, stop_ids.shape[1])),
         num_warps=1,
+        **overlap_options(tokens),
     )
     return result
+
+
+def commit_drafts(
+    slot_ids: Tensor,
+    tokens: Tensor,
+    ok: Tensor,
+    seq_lens: Tensor,
+    active: Tensor,
+    draft_limits: Tensor,
+    position_limit: int | None,
+    draft_tokens: Tensor,
+    num_draft_tokens: Tensor,
+) -> None:
+    """Write what was drafted for each row to its persistent row.
+
+    A row has as many drafts as came before the first whose logits were unusable, at most its own
+    limit; none if it has ended. No slot may occur twice.
+
+    Args:
+        slot_ids: int32 `[B]`; -1 for a padding row, which writes nothing.
+        tokens: int32 `[k, B]`, k at least 1.
+        ok: bool `[k, B]`.
+        seq_lens: int32 `[S]`, n of each row.
+        active: bool `[S]`.
+        draft_limits: int32 `[S]`, the most drafts that a row wants.
+        position_limit: pairs at positions from this one on draft nothing; None: there is no end.
+        draft_tokens: int32 `[S, k_max]`, written in place up to column k; 0 where there is none.
+        num_draft_tokens: int32 `[S]`, set in place.
+    """
+    k, batch = tokens.shape
+    if batch == 0:
+        return
+    _commit_drafts_kernel[(batch,)](
+        slot_ids,
+        tokens.contiguous(),
+        ok.contiguous().view(torch.uint8),
+        seq_lens,
+        active.view(torch.uint8),
+        draft_limits,
+        draft_tokens,
+        num_draft_tokens,
+        batch,
+        0 if position_limit is None else position_limit,
+        draft_tokens.stride(0),
+        K=k,
+        K_PAD=triton.next_power_of_2(k),
+        HAS_POSITION_LIMIT=position_limit is not None,
+        num_warps=1,
+        **overlap_options(tokens),
+    )

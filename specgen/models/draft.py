@@ -60,7 +60,7 @@ class DraftModel(Protocol):
         metadata: AttentionMetadata,
         kv_caches: Sequence[KVCache],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run T pairs: target ids int32 ``[T]`` and hidden ``[T, H]``.
+        """Run T pairs: target ids int32 ``[T]`` (-1: a row that drafts nothing), hidden ``[T, H]``.
 
         Returns:
             What :meth:`compute_logits` takes, and what the next pass takes as hidden, both

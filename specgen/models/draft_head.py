@@ -175,8 +175,8 @@ class DraftHead(nn.Module):
         self.cos_sin = _rope_table(config, target)
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Embeddings of target ids, ``[T] -> [T, H]``."""
-        return functional.embedding(input_ids, self.embed_weight)
+        """Embeddings of target ids, ``[T] -> [T, H]``; a negative one counts as 0."""
+        return functional.embedding(input_ids.clamp_min(0), self.embed_weight)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits over the draft vocabulary, ``[R, H] -> [R, Vd]``."""

@@ -267,6 +267,7 @@ class Eagle3Draft(DraftHead):
     def __init__(self, config: DraftConfig, target: TargetModel, kernels: Kernels) -> None:
         """Allocate uninitialised parameters beside the target's, in its dtype."""
         super().__init__(config, target, kernels)
+        self._pairs = kernels.pairs
         size = config.hidden_size
         options: dict[str, Any] = {"device": target.device, "dtype": target.dtype}
 
@@ -311,9 +312,8 @@ class Eagle3Draft(DraftHead):
         kv_caches: Sequence[KVCache],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :meth:`specgen.models.draft.DraftModel.forward`."""
-        normed_hidden = self.hidden_norm(hidden)
-        residual = normed_hidden if self.config.norm_before_residual else hidden
-        x = self._layer_input(input_ids, normed_hidden)
+        x = self._layer_input(input_ids, hidden)
+        residual = x[:, hidden.shape[1] :] if self.config.norm_before_residual else hidden
         attended = self.attention(x, self.cos_sin, metadata, kv_caches[0])
         normed, residual = self.post_attention_norm.add(attended, residual)
         out, raw = self.norm.add(self.mlp.parts(normed), residual)
@@ -327,11 +327,20 @@ class Eagle3Draft(DraftHead):
         kv_caches: Sequence[KVCache],
     ) -> None:
         """See :meth:`specgen.models.draft.DraftModel.write_cache`."""
-        x = self._layer_input(input_ids, self.hidden_norm(hidden))
+        x = self._layer_input(input_ids, hidden)
         self.attention.write_entries(x, self.cos_sin, metadata, kv_caches[0])
 
-    def _layer_input(self, input_ids: torch.Tensor, normed_hidden: torch.Tensor) -> torch.Tensor:
-        return torch.cat((self.input_norm(self.embed(input_ids)), normed_hidden), dim=-1)
+    def _layer_input(self, input_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """Normed embeddings and normed hidden states, ``[T, 2H]``."""
+        pairs: torch.Tensor = self._pairs.norm_pairs(
+            input_ids,
+            self.embed_weight,
+            self.input_norm.weight,
+            hidden,
+            self.hidden_norm.weight,
+            self.hidden_norm.eps,
+        )
+        return pairs
 
     def slots(self) -> dict[str, torch.Tensor]:
         """Checkpoint name -> the tensor to copy into."""

@@ -6,7 +6,13 @@ import torch
 
 from specgen.config import DraftSample
 from specgen.kernels import Kernels
-from specgen.kernels.batch_types import CommitResult, DecodeInputs, SharedPrefix
+from specgen.kernels.batch_types import (
+    CommitResult,
+    DecodeInputs,
+    DraftInputs,
+    SamplingRows,
+    SharedPrefix,
+)
 from specgen.kernels.streams import DRAFT
 from specgen.models.attention import AttentionMetadata
 from specgen.models.draft import DraftModel
@@ -72,19 +78,27 @@ class Drafter:
             num_speculative_tokens: drafts to make.
         """
         hidden = self._model.fuse(features)
+        # Of all pairs but the last of a row that starts, only their cache entries matter.
+        self._model.write_cache(next_ids, hidden, batch.metadata, self._caches)
         if num_speculative_tokens == 0 or slot_ids.numel() == 0:
-            self._model.write_cache(next_ids, hidden, batch.metadata, self._caches)
             return
-        logits_hidden, feedback = self._model.forward(
-            next_ids, hidden, batch.metadata, self._caches
+        state = self._state
+        max_context_len = batch.metadata.max_context_len
+        last_pair = self._inputs(slot_ids, step=0)
+        logits_hidden, feedback = self._pass(
+            slot_ids, last_pair, next_ids[last_idx], hidden[last_idx], None, max_context_len
         )
         self._propose(
             slot_ids,
-            logits_hidden[last_idx],
-            feedback[last_idx],
+            logits_hidden,
+            feedback,
+            last_pair.next_positions,
+            self._kernels.batch_inputs.sampling_rows(
+                slot_ids, state.temperature, state.seeds, state.sample_index, state.seq_lens
+            ),
             num_speculative_tokens,
             shared_prefix=None,
-            max_context_len=batch.metadata.max_context_len,
+            max_context_len=max_context_len,
         )
 
     def after_decode(
@@ -94,6 +108,7 @@ class Drafter:
         tokens: torch.Tensor,
         committed: CommitResult,
         features: torch.Tensor,
+        sampling: SamplingRows,
         *,
         shared_prefix: SharedPrefix | None,
         max_context_len: int,
@@ -103,6 +118,7 @@ class Drafter:
         Args:
             tokens: int32 [B, k + 1] that the step emitted.
             features: [B * (k + 1), ·] of the positions the target ran.
+            sampling: of the rows; its ``seq_lens`` are those before the commit.
             shared_prefix: blocks that are read once for all rows that begin with them.
         """
         state, num_queries = self._state, tokens.shape[1]
@@ -140,6 +156,8 @@ class Drafter:
             slot_ids,
             logits_hidden[extend.last_idx],
             feedback[extend.last_idx],
+            extend.next_positions,
+            sampling,
             num_queries - 1,
             shared_prefix=shared_prefix,
             max_context_len=max_context_len,
@@ -150,51 +168,62 @@ class Drafter:
         slot_ids: torch.Tensor,
         logits_hidden: torch.Tensor,
         feedback: torch.Tensor,
+        next_positions: torch.Tensor,
+        sampling: SamplingRows,
         k: int,
         *,
         shared_prefix: SharedPrefix | None,
         max_context_len: int,
     ) -> None:
-        """Draw drafts 1..k of each row and write them to its device row."""
+        """Draft k tokens for each row from its last true pair, and write them to its device row."""
         state = self._state
-        rows = state.rows(slot_ids)
-        usable = state.active[rows] & (slot_ids >= 0)
-        count = torch.zeros_like(slot_ids)
         drafts: list[torch.Tensor] = []
+        usable: list[torch.Tensor] = []
         for j in range(k):
-            if self._position_limit is not None:
-                # Draft j comes from position n - 2 + j, which the head's rope must reach.
-                usable = usable & (state.seq_lens[rows] + (j - 2) < self._position_limit)
             if j > 0:
+                inputs = self._inputs(slot_ids, step=j)
+                next_positions = inputs.next_positions
                 logits_hidden, feedback = self._pass(
-                    slot_ids, drafts[-1], feedback, j, shared_prefix, max_context_len + j
+                    slot_ids, inputs, drafts[-1], feedback, shared_prefix, max_context_len + j
                 )
-            tokens, ok = self._draw(rows, usable, self._model.compute_logits(logits_hidden), j)
-            # A row whose draft logits broke proposes nothing from there on.
-            usable = usable & ok
-            count += usable
-            drafts.append(tokens.clamp_min(0))
-        state.draft_tokens[:, :k][rows] = torch.stack(drafts, dim=1)
-        state.num_draft_tokens[rows] = torch.minimum(count, state.draft_limits[rows])
+            logits = self._model.compute_logits(logits_hidden)
+            tokens, ok = self._draw(slot_ids, next_positions, sampling, logits, j)
+            drafts.append(tokens)
+            usable.append(ok)
+        self._kernels.commit.commit_drafts(
+            slot_ids,
+            torch.stack(drafts),
+            torch.stack(usable),
+            state.seq_lens,
+            state.active,
+            state.draft_limits,
+            self._position_limit,
+            state.draft_tokens,
+            state.num_draft_tokens,
+        )
+
+    def _inputs(self, slot_ids: torch.Tensor, step: int) -> DraftInputs:
+        """What a pass over one pair a row needs; see ``draft_inputs``."""
+        state = self._state
+        inputs: DraftInputs = self._kernels.batch_inputs.draft_inputs(
+            slot_ids, state.seq_lens, state.active, state.block_tables, step, self._block_size
+        )
+        return inputs
 
     def _pass(
         self,
         slot_ids: torch.Tensor,
+        inputs: DraftInputs,
         tokens: torch.Tensor,
         hidden: torch.Tensor,
-        step: int,
         shared_prefix: SharedPrefix | None,
         max_context_len: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One single-token pass: the previous draft with the draft's own hidden state."""
-        state = self._state
-        inputs = self._kernels.batch_inputs.draft_inputs(
-            slot_ids, state.seq_lens, state.active, state.block_tables, step, self._block_size
-        )
+        """Run one pair a row: a token and the hidden state before it."""
         metadata = AttentionMetadata(
             positions=inputs.positions,
             slot_mapping=inputs.slot_mapping,
-            block_tables=state.block_tables,
+            block_tables=self._state.block_tables,
             slot_ids=slot_ids,
             first_positions=inputs.positions,
             context_lens=inputs.context_lens,
@@ -207,26 +236,35 @@ class Drafter:
         return self._model.forward(tokens, hidden, metadata, self._caches)
 
     def _draw(
-        self, rows: torch.Tensor, usable: torch.Tensor, logits: torch.Tensor, j: int
+        self,
+        slot_ids: torch.Tensor,
+        positions: torch.Tensor,
+        sampling: SamplingRows,
+        logits: torch.Tensor,
+        j: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draft j of each row from logits [B, Vd]: tokens int32 [B] (target ids), bool [B]."""
+        """Draft j of each row from logits [B, Vd]: tokens int32 [B] (target ids), bool [B].
+
+        A row whose logits broke gets -1 and false, an inert one -1 and true.
+        """
         state, gumbel = self._state, self._kernels.gumbel
-        positions = torch.where(usable, state.seq_lens[rows] + j, -1)[:, None]
         if self._sampled:
             assert state.draft_logits is not None, "sampled drafts keep their logits"
             # q is the distribution that is sampled: sample from the values that are stored.
-            state.draft_logits[rows, j] = logits
+            state.draft_logits[state.rows(slot_ids), j] = logits
             tokens, ok = gumbel.gumbel_sample(
                 logits[:, None, :],
-                state.temperature[rows],
-                state.seeds[rows],
-                positions,
-                state.sample_index[rows],
+                sampling.temperature,
+                sampling.seeds,
+                positions[:, None],
+                sampling.sample_index,
                 DRAFT,
                 j,
                 None,
                 self._model.target_ids,
             )
         else:
-            tokens, ok = gumbel.greedy_sample(logits[:, None, :], positions, self._model.target_ids)
+            tokens, ok = gumbel.greedy_sample(
+                logits[:, None, :], positions[:, None], self._model.target_ids
+            )
         return tokens[:, 0], ok[:, 0]

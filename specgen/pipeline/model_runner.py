@@ -26,7 +26,6 @@ from specgen.pipeline.request import Request
 from specgen.pipeline.request_state import RequestState
 from specgen.pipeline.sampler import Sampler
 from specgen.pipeline.shared_prefix import SharedRows
-from specgen.pipeline.step_record import pack_record
 from specgen.pipeline.uploads import upload
 
 _NUM_TIMED_STEPS = 4
@@ -102,7 +101,7 @@ class ModelRunner:
                 torch.cat((batch.fresh_idx, batch.resumed_idx)),
                 num_speculative_tokens,
             )
-        return pack_record(tokens, num_sampled, torch.zeros_like(num_sampled), committed)
+        return committed.record
 
     def decode(
         self, requests: Sequence[Request], num_speculative_tokens: int, max_num_tokens: int
@@ -224,8 +223,11 @@ class ModelRunner:
         )
         hidden, aux = self._target.forward(inputs.input_ids.flatten(), metadata, self._caches)
         logits = self._target.compute_logits(hidden).unflatten(0, (-1, k + 1))
+        sampling = self._kernels.batch_inputs.sampling_rows(
+            slot_ids, state.temperature, state.seeds, state.sample_index, state.seq_lens
+        )
         tokens, num_sampled, ok = self._rejection_sampler.verify(
-            logits, slot_ids, inputs, needs_filter=needs_filter
+            logits, slot_ids, inputs, sampling, needs_filter=needs_filter
         )
         committed = self._commit(slot_ids, tokens, num_sampled, ok, inputs.num_draft_tokens)
         if self._drafter is not None and keeps_drafts:
@@ -236,10 +238,11 @@ class ModelRunner:
                 tokens,
                 committed,
                 features,
+                sampling,
                 shared_prefix=shared_prefix,
                 max_context_len=max_context_len,
             )
-        return pack_record(tokens, num_sampled, inputs.num_draft_tokens, committed)
+        return committed.record
 
     def _commit(
         self,

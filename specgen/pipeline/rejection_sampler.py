@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from specgen.kernels import Kernels
-from specgen.kernels.batch_types import DecodeInputs
+from specgen.kernels.batch_types import DecodeInputs, SamplingRows
 from specgen.pipeline.request_state import RequestState
 from specgen.synthetic import conditional_rates
 
@@ -39,6 +39,7 @@ class RejectionSampler:
         logits: torch.Tensor,
         slot_ids: torch.Tensor,
         inputs: DecodeInputs,
+        sampling: SamplingRows,
         *,
         needs_filter: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -47,18 +48,18 @@ class RejectionSampler:
         Args:
             logits: [B, k + 1, V]; row i follows the last token and i drafts.
             slot_ids: int32 [B].
+            sampling: of the rows, before the commit.
 
         Returns:
             Tokens int32 [B, k + 1] padded with -1, their number int32 [B] (accepted + 1), and
             bool [B]: the logits that were judged are usable.
         """
         state = self._state
-        rows = state.rows(slot_ids)
-        temperature = state.temperature[rows]
         thresholds = None
         if needs_filter:
+            rows = state.rows(slot_ids)
             thresholds = self._kernels.logits.filter_thresholds(
-                logits, temperature, state.top_k[rows], state.top_p[rows]
+                logits, sampling.temperature, state.top_k[rows], state.top_p[rows]
             )
         tokens, num_sampled, ok = self._kernels.rejection.rejection_sample(
             logits,
@@ -67,10 +68,10 @@ class RejectionSampler:
             state.draft_logits,
             slot_ids,
             self._draft_ids,
-            temperature,
-            state.seeds[rows],
-            inputs.first_positions + 1,
-            state.sample_index[rows],
+            sampling.temperature,
+            sampling.seeds,
+            sampling.seq_lens,
+            sampling.sample_index,
             thresholds,
             self._synthetic_rates,
         )

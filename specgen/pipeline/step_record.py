@@ -1,4 +1,4 @@
-"""What a step did to its rows, as the device writes it and as the host reads it."""
+"""What a step did to its rows, as the host reads it; the device writes it as it commits."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from specgen.kernels.batch_types import CommitResult
-
-__all__ = ["RowRecord", "pack_record", "record_width", "unpack_record"]
+__all__ = ["RowRecord", "record_width", "unpack_record"]
 
 _NUM_COLUMNS = 4  # behind the tokens: num_sampled, num_draft_tokens, num_committed, finish
 
@@ -25,17 +23,6 @@ class RowRecord(NamedTuple):
 def record_width(num_speculative_tokens: int) -> int:
     """Integers a row of a step with k drafts has in its record."""
     return num_speculative_tokens + 1 + _NUM_COLUMNS
-
-
-def pack_record(
-    tokens: torch.Tensor,
-    num_sampled: torch.Tensor,
-    num_draft_tokens: torch.Tensor,
-    committed: CommitResult,
-) -> torch.Tensor:
-    """Record int32 ``[B, k + 1 + 4]`` of tokens ``[B, k + 1]`` and what became of them."""
-    columns = (num_sampled, num_draft_tokens, committed.num_committed, committed.finish)
-    return torch.cat((tokens, torch.stack(columns, dim=1)), dim=1)
 
 
 def unpack_record(record: torch.Tensor) -> list[RowRecord]:

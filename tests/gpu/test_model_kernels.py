@@ -402,6 +402,64 @@ def test_batch_kernels(
     ]
     for got, want in zip(*draft, strict=True):
         assert torch.equal(got, want)
+    rows = (
+        torch.rand(num_slots, device=DEVICE),
+        torch.randint(-(1 << 62), 1 << 62, (num_slots,), device=DEVICE),
+        torch.randint(0, 9, (num_slots,), device=DEVICE).int(),
+        state["seq_lens"],
+    )
+    gathered = [
+        kernels.batch_inputs.sampling_rows(state["slot_ids"], *rows)
+        for kernels in (triton_set, reference_set)
+    ]
+    for got, want in zip(*gathered, strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize(("num_slots", "batch", "k"), [(256, 256, 3), (512, 100, 7), (8, 1, 1)])
+@pytest.mark.parametrize("position_limit", [None, 100])
+def test_commit_drafts(
+    triton_set: Kernels,
+    reference_set: Kernels,
+    num_slots: int,
+    batch: int,
+    k: int,
+    position_limit: int | None,
+) -> None:
+    state = make_state(num_slots, batch, k)
+    tokens = torch.randint(0, 1000, (k, batch), device=DEVICE).int()
+    ok = torch.rand(k, batch, device=DEVICE) < 0.9
+    limits = torch.randint(0, k + 1, (num_slots,), device=DEVICE).int()
+    left = []
+    for kernels in (triton_set, reference_set):
+        drafts, counts = state["draft_tokens"].clone(), state["num_draft_tokens"].clone()
+        kernels.commit.commit_drafts(
+            state["slot_ids"],
+            tokens,
+            ok,
+            state["seq_lens"],
+            state["active"],
+            limits,
+            position_limit,
+            drafts,
+            counts,
+        )
+        left.append((drafts, counts))
+    for got, want in zip(*left, strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norm_pairs(triton_set: Kernels, reference_set: Kernels, dtype: torch.dtype) -> None:
+    ids = torch.randint(-1, 1000, (37,), device=DEVICE).int()
+    table, hidden = (torch.randn(n, 4096, device=DEVICE, dtype=dtype) for n in (1000, 37))
+    norms = torch.randn(2, 4096, device=DEVICE, dtype=dtype)
+    got, want = (
+        kernels.pairs.norm_pairs(ids, table, norms[0], hidden, norms[1], 1e-5)
+        for kernels in (triton_set, reference_set)
+    )
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize(("num_slots", "batch", "k"), [(256, 256, 3), (512, 100, 7), (8, 1, 1)])

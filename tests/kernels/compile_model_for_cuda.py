@@ -125,6 +125,7 @@ def run_model_kernels(kernels: Any, dtype: torch.dtype, head_dim: int) -> None:
     x, weight = torch.zeros(3, 4096, dtype=dtype), torch.ones(4096, dtype=dtype)
     kernels.norm.rms_norm(x, weight, 1e-5)
     kernels.norm.rms_norm_residual(x, x, weight, 1e-5)
+    kernels.pairs.norm_pairs(i32(3), x, x[0], x, x[0], 1e-5)
     kernels.activation.silu_mul(x)
     qkv = torch.zeros(3, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
     table, positions = torch.zeros(50, head_dim), torch.zeros(3, dtype=torch.int64)
@@ -145,6 +146,21 @@ def run_batch_kernels(kernels: Any) -> None:
     )
     batch.extend_inputs(i32(rows), i32(rows, k + 1), i32(rows), i32(rows), active, tables, 16)
     batch.draft_inputs(i32(rows), i32(slots), active, tables, 1, 16)
+    seeds = torch.zeros(slots, dtype=torch.int64)
+    batch.sampling_rows(i32(rows), torch.zeros(slots), seeds, i32(slots), i32(slots))
+    drafts, usable = i32(k, rows), torch.ones(k, rows, dtype=torch.bool)
+    for limit in (None, 30):
+        kernels.commit.commit_drafts(
+            i32(rows),
+            drafts,
+            usable,
+            i32(slots),
+            active,
+            i32(slots),
+            limit,
+            i32(slots, k),
+            i32(slots),
+        )
     kernels.commit.commit_tokens(
         i32(rows),
         i32(rows, k + 1),

@@ -45,7 +45,7 @@ SLOT_IDS = i32(3, -1, 0, 2, 5, 1, -1, 4, 6)
 
 def token_slot(tables: torch.Tensor, slot: int, position: int) -> int:
     column, offset = divmod(position, BLOCK_SIZE)
-    if column >= COLUMNS or tables[slot, column] < 0:
+    if position < 0 or column >= COLUMNS or tables[slot, column] < 0:
         return -1
     return int(tables[slot, column]) * BLOCK_SIZE + offset
 
@@ -140,7 +140,8 @@ def test_extend_inputs(
     committed = (torch.arange(batch) % (k + 2)).int()  # 0 .. k+1
     firsts = i32(0, 3, 9, 5, 10, 0, 2, 7, 1)
     expected: dict[str, Any] = {
-        name: [] for name in ("input_ids", "slot_mapping", "context_lens", "last_idx")
+        name: []
+        for name in ("input_ids", "slot_mapping", "context_lens", "last_idx", "next_positions")
     }
     for row, slot in enumerate(SLOT_IDS.tolist()):
         c = int(committed[row]) if is_live(state, slot) else 0
@@ -152,6 +153,7 @@ def test_extend_inputs(
         )
         expected["context_lens"].append(first + c if c else 0)
         expected["last_idx"].append(row * (k + 1) + max(c - 1, 0))
+        expected["next_positions"].append(first + 1 + c if c else -1)
     result = module.extend_inputs(
         SLOT_IDS.to(device),
         tokens.to(device),
@@ -165,19 +167,23 @@ def test_extend_inputs(
 
 
 @pytest.mark.parametrize("module", MODULES)
-@pytest.mark.parametrize("step", [1, 2, 4])
+@pytest.mark.parametrize("step", [0, 1, 2, 4])
 @pytest.mark.usefixtures("poison")
 def test_draft_inputs(
     module: ModuleType, device: str, state: dict[str, torch.Tensor], step: int
 ) -> None:
-    expected: dict[str, Any] = {"positions": [], "slot_mapping": [], "context_lens": []}
+    expected: dict[str, Any] = {
+        name: [] for name in ("positions", "slot_mapping", "context_lens", "next_positions")
+    }
     for slot in SLOT_IDS.tolist():
         if not is_live(state, slot):
             expected["positions"].append(0)
             expected["slot_mapping"].append(-1)
             expected["context_lens"].append(0)
+            expected["next_positions"].append(-1)
             continue
         n = int(state["seq_lens"][slot])
+        expected["next_positions"].append(n + step)
         expected["positions"].append(n - 2 + step)
         expected["slot_mapping"].append(token_slot(state["block_tables"], slot, n - 2 + step))
         expected["context_lens"].append(n - 1 + step)
@@ -192,7 +198,29 @@ def test_draft_inputs(
     check(result, expected, wide=("slot_mapping",))
 
 
-@pytest.mark.parametrize("name", ["decode_inputs", "extend_inputs", "draft_inputs"])
+@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("batch", [0, 1, 9, 131])
+@pytest.mark.usefixtures("poison")
+def test_sampling_rows(module: ModuleType, device: str, batch: int) -> None:
+    g = torch.Generator().manual_seed(batch)
+    slot_ids = torch.randint(-1, NUM_SLOTS, (batch,), generator=g).int()
+    state = (
+        torch.rand(NUM_SLOTS, generator=g),
+        torch.randint(-(1 << 62), 1 << 62, (NUM_SLOTS,), generator=g),
+        torch.randint(0, 99, (NUM_SLOTS,), generator=g).int(),
+        torch.randint(1, 99, (NUM_SLOTS,), generator=g).int(),
+    )
+    result = module.sampling_rows(slot_ids.to(device), *(tensor.to(device) for tensor in state))
+    assert result._fields == ("temperature", "seeds", "sample_index", "seq_lens")
+    for got, source in zip(result, state, strict=True):
+        assert got.dtype == source.dtype
+        wanted = [source[slot].item() if slot >= 0 else 0 for slot in slot_ids.tolist()]
+        assert got.tolist() == wanted
+
+
+@pytest.mark.parametrize(
+    "name", ["decode_inputs", "extend_inputs", "draft_inputs", "sampling_rows"]
+)
 def test_signatures_match(name: str) -> None:
     assert inspect.signature(getattr(triton_batch_inputs, name)) == inspect.signature(
         getattr(reference_batch_inputs, name)

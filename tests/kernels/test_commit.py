@@ -72,6 +72,11 @@ def check(module: ModuleType, device: str, case: dict[str, torch.Tensor]) -> Non
     assert torch.equal(out["last_tokens"], last_tokens)
     assert torch.equal(out["active"], active)
     assert out["num_committed"].dtype == out["finish"].dtype == torch.int32
+    names = ("num_sampled", "num_draft_tokens")
+    columns = (*(case[name] for name in names), out["num_committed"], out["finish"])
+    record = torch.cat((case["tokens"], torch.stack(columns, dim=1)), dim=1)
+    assert torch.equal(out["record"], record)
+    assert out["record"].dtype == torch.int32
 
 
 @st.composite
@@ -212,7 +217,62 @@ def test_padding_rows_do_not_disturb_slot_zero(module: ModuleType, device: str) 
     assert out["active"].tolist() == [True, True]
 
 
-def test_signatures_match() -> None:
-    assert inspect.signature(triton_commit.commit_tokens) == inspect.signature(
-        reference_commit.commit_tokens
+def drafts_left(
+    case: dict[str, torch.Tensor], position_limit: int | None
+) -> tuple[list[list[int]], list[int]]:
+    """What `commit_drafts` leaves in the rows, slot by slot."""
+    tokens, counts = case["draft_tokens"].tolist(), case["num_draft_tokens"].tolist()
+    k = case["tokens"].shape[0]
+    for row, slot in enumerate(case["slot_ids"].tolist()):
+        if slot < 0:
+            continue
+        count = 0
+        while count < k and case["ok"][count, row]:
+            n = int(case["seq_lens"][slot])
+            if position_limit is not None and n - 2 + count >= position_limit:
+                break
+            count += 1
+        limit = int(case["draft_limits"][slot])
+        counts[slot] = min(count, limit) if case["active"][slot] else 0
+        for j in range(k):
+            tokens[slot][j] = int(case["tokens"][j, row]) if case["ok"][j, row] else 0
+    return tokens, counts
+
+
+@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("position_limit", [None, 12])
+@pytest.mark.parametrize("k", [1, 2, 5])
+def test_drafts_are_written_to_their_rows(
+    module: ModuleType, device: str, k: int, position_limit: int | None
+) -> None:
+    g = torch.Generator().manual_seed(k)
+    num_slots = 9
+    slot_ids = torch.tensor([4, -1, 0, 7, 2, -1, 8, 1], dtype=torch.int32)
+
+    def ints(low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(low, high, shape, generator=g).int()
+
+    case = {
+        "slot_ids": slot_ids,
+        "tokens": ints(1, 100, k, len(slot_ids)),
+        "ok": torch.rand(k, len(slot_ids), generator=g) < 0.8,
+        "seq_lens": ints(8, 16, num_slots),
+        "active": torch.rand(num_slots, generator=g) < 0.8,
+        "draft_limits": ints(0, k + 1, num_slots),
+        "draft_tokens": ints(100, 200, num_slots, 6),
+        "num_draft_tokens": ints(0, 6, num_slots),
+    }
+    tokens, counts = drafts_left(case, position_limit)
+    arguments = {name: tensor.to(device, copy=True) for name, tensor in case.items()}
+    module.commit_drafts(**arguments, position_limit=position_limit)
+    assert arguments["draft_tokens"].tolist() == tokens
+    assert arguments["num_draft_tokens"].tolist() == counts
+    for name in set(case) - {"draft_tokens", "num_draft_tokens"}:
+        assert torch.equal(arguments[name].cpu(), case[name]), name
+
+
+@pytest.mark.parametrize("name", ["commit_tokens", "commit_drafts"])
+def test_signatures_match(name: str) -> None:
+    assert inspect.signature(getattr(triton_commit, name)) == inspect.signature(
+        getattr(reference_commit, name)
     )

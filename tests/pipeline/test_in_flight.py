@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from specgen.kernels.batch_types import FINISH_LENGTH, RUNNING, CommitResult
+from specgen.kernels.batch_types import FINISH_LENGTH, RUNNING
 from specgen.pipeline.in_flight import InFlight
-from specgen.pipeline.step_record import RowRecord, pack_record, record_width, unpack_record
+from specgen.pipeline.step_record import RowRecord, record_width, unpack_record
 
 K = 3
 
@@ -72,15 +72,11 @@ def test_a_record_that_is_not_read_is_never_overwritten(device: str) -> None:
 
 
 def test_a_record_says_what_was_committed() -> None:
-    packed = pack_record(
-        torch.tensor([[5, 6, -1], [7, -1, -1], [-1, -1, -1]], dtype=torch.int32),
-        torch.tensor([2, 1, 0], dtype=torch.int32),
-        torch.tensor([2, 1, -1], dtype=torch.int32),
-        CommitResult(
-            torch.tensor([1, 1, 0], dtype=torch.int32),
-            torch.tensor([FINISH_LENGTH, RUNNING, RUNNING], dtype=torch.int32),
-        ),
+    packed = torch.tensor(
+        [[5, 6, -1, 2, 2, 1, FINISH_LENGTH], [7, -1, -1, 1, 1, 1, RUNNING], [-1] * 4 + [-1, 0, 0]],
+        dtype=torch.int32,
     )
+    packed[2, 3] = 0
     assert packed.shape == (3, record_width(2))
     assert unpack_record(packed) == [
         RowRecord([5], 2, 2, FINISH_LENGTH),

@@ -1,8 +1,7 @@
 """The inputs of the passes of a decode step, made from the persistent rows, in plain torch.
 
 n = `seq_lens[slot]` is the number of committed tokens, prompt included. The target's cache holds
-n-1 of
-them: the last one is run by the next step.
+n-1 of them: the last one is run by the next step.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specgen.kernels.batch_types import DecodeInputs, DraftInputs, ExtendInputs
+from specgen.kernels.batch_types import DecodeInputs, DraftInputs, ExtendInputs, SamplingRows
 
 
 def _token_slots(
@@ -113,6 +112,7 @@ def extend_inputs(
         slot_mapping=_token_slots(block_tables, slots, positions, used, block_size),
         context_lens=torch.where(count > 0, first_positions + count, 0),
         last_idx=row_starts + (count - 1).clamp(min=0),
+        next_positions=torch.where(count > 0, first_positions + 1 + count, -1),
     )
 
 
@@ -124,14 +124,14 @@ def draft_inputs(
     step: int,
     block_size: int,
 ) -> DraftInputs:
-    """Inputs of the draft's single-token pass number `step` (1 to k-1) after the extend pass.
+    """Inputs of the draft's single-token pass number `step` after the extend pass.
 
     Args:
         slot_ids: int32 `[B]`; -1 for a padding row.
         seq_lens: int32 `[S]`, after the commit.
         active: bool `[S]`, after the commit.
         block_tables: int32 `[S, MB]`.
-        step: 1 for the first pass after the extend pass.
+        step: 1 for the first pass after the extend pass; 0: the row's last true pair once more.
         block_size: tokens in a cache block.
 
     Returns:
@@ -145,4 +145,25 @@ def draft_inputs(
         positions=positions,
         slot_mapping=slot_mapping[:, 0],
         context_lens=torch.where(live, positions + 1, 0),
+        next_positions=torch.where(live, positions + 2, -1),
     )
+
+
+def sampling_rows(
+    slot_ids: Tensor, temperature: Tensor, seeds: Tensor, sample_index: Tensor, seq_lens: Tensor
+) -> SamplingRows:
+    """Gather what sampling needs to know of each row of a batch.
+
+    Args:
+        slot_ids: int32 `[B]`; -1 for a padding row.
+        temperature: float32 `[S]`.
+        seeds: int64 `[S]`.
+        sample_index: int32 `[S]`.
+        seq_lens: int32 `[S]`.
+
+    Returns:
+        `SamplingRows`.
+    """
+    slots = slot_ids.clamp(min=0).long()
+    sources = (temperature, seeds, sample_index, seq_lens)
+    return SamplingRows(*(torch.where(slot_ids >= 0, source[slots], 0) for source in sources))

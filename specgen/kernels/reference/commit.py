@@ -75,4 +75,49 @@ def commit_tokens(
     seq_lens.index_add_(0, slots, count)
     ended = torch.zeros_like(seq_lens).index_add_(0, slots, (finish != RUNNING).int())
     active.logical_and_(ended == 0)
-    return CommitResult(num_committed=count, finish=finish)
+    columns = torch.stack((num_sampled, num_draft_tokens, count, finish), dim=1)
+    return CommitResult(count, finish, record=torch.cat((tokens, columns), dim=1))
+
+
+def commit_drafts(
+    slot_ids: Tensor,
+    tokens: Tensor,
+    ok: Tensor,
+    seq_lens: Tensor,
+    active: Tensor,
+    draft_limits: Tensor,
+    position_limit: int | None,
+    draft_tokens: Tensor,
+    num_draft_tokens: Tensor,
+) -> None:
+    """Write what was drafted for each row to its persistent row.
+
+    A row has as many drafts as came before the first whose logits were unusable, at most its own
+    limit; none if it has ended. No slot may occur twice.
+
+    Args:
+        slot_ids: int32 `[B]`; -1 for a padding row, which writes nothing.
+        tokens: int32 `[k, B]`, k at least 1.
+        ok: bool `[k, B]`.
+        seq_lens: int32 `[S]`, n of each row.
+        active: bool `[S]`.
+        draft_limits: int32 `[S]`, the most drafts that a row wants.
+        position_limit: pairs at positions from this one on draft nothing; None: there is no end.
+        draft_tokens: int32 `[S, k_max]`, written in place up to column k; 0 where there is none.
+        num_draft_tokens: int32 `[S]`, set in place.
+    """
+    k = tokens.shape[0]
+    slots = slot_ids.clamp(min=0).long()
+    used = slot_ids >= 0
+    count = ok.int().cumprod(0).sum(0).int()  # drafts before the first that broke
+    count = torch.minimum(count, draft_limits[slots])
+    if position_limit is not None:  # draft j comes from the pair at position n - 2 + j
+        count = torch.minimum(count, (position_limit + 2 - seq_lens[slots]).clamp(min=0))
+    count = torch.where(active[slots], count, 0)
+    drafts = torch.where(ok, tokens, 0).T
+    # Padding rows point at slot 0, which may also be a real row of this batch: additions of zero
+    # leave it alone whatever the order, where plain writes would race.
+    change = torch.where(used[:, None], drafts - draft_tokens[slots, :k], 0)
+    draft_tokens[:, :k].index_add_(0, slots, change)
+    change = torch.where(used, count - num_draft_tokens[slots], 0)
+    num_draft_tokens.index_add_(0, slots, change)
