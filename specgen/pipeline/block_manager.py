@@ -8,6 +8,7 @@ into a shared block. Blocks of finished prompts stay until their room is needed.
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 from array import array
 from collections import OrderedDict
@@ -67,6 +68,13 @@ class BlockManager:
             return False
         block_ids.extend(self._take() for _ in range(missing))
         return True
+
+    def num_known(self, keys: Sequence[bytes]) -> int:
+        """About how many leading blocks :meth:`match` would find, without holding any.
+
+        Too few or too many only where later blocks of a prompt are known and earlier ones not.
+        """
+        return bisect.bisect_left(keys, True, key=lambda key: key not in self._by_key)
 
     def match(self, keys: Sequence[bytes]) -> list[int]:
         """Hold, for a row, the blocks that already have the longest beginning of ``keys``."""

@@ -143,7 +143,9 @@ class Scheduler:
             return True
         num_tokens = 0
         for request in itertools.islice(self.waiting, num_free):
-            num_tokens += request.num_prefill_tokens
+            # What is in the cache already is no work.
+            known = self.blocks.num_known(request.prefix_keys) * self.blocks.block_size
+            num_tokens += request.num_prefill_tokens - known
             if num_tokens >= self._min_prefill_tokens:
                 return True
         return False

@@ -125,3 +125,15 @@ def test_the_cache_stays_accounted_for(seed: int) -> None:
         else:
             manager.forget_prefixes()
         manager.check(rows)
+
+
+@given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=30), min_size=1, max_size=5))
+@settings(max_examples=100, deadline=None)
+def test_what_is_known_is_what_would_match(prompts: list[list[int]]) -> None:
+    manager = BlockManager(200, BLOCK)
+    for prompt in prompts:
+        keys = prefix_keys(prompt, BLOCK)
+        num_free = manager.num_free
+        num_known = manager.num_known(keys)
+        assert manager.num_free == num_free
+        assert admit(manager, tuple(prompt))[1] == num_known

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from dataclasses import replace
 
 import pytest
 
-from specgen.pipeline.block_manager import BlockManager
+from specgen.pipeline.block_manager import BlockManager, prefix_keys
 from specgen.pipeline.request import PromptRow, Request
 from specgen.pipeline.scheduler import ScheduledStep, Scheduler
 from specgen.sampling_params import SamplingParams
@@ -221,3 +222,22 @@ def test_decoding_is_not_interrupted_for_a_trickle_of_prompts() -> None:
     step = scheduler.schedule()
     assert step is not None
     assert step.decode
+
+
+@pytest.mark.parametrize("is_cached", [True, False])
+def test_prompt_tokens_that_are_in_the_cache_are_no_reason_to_interrupt(is_cached: bool) -> None:
+    scheduler = make_scheduler(1000, max_num_seqs=8, budget=64)
+
+    def long_one(index: int) -> Request:
+        request = make_request(index, 20, 30)
+        tokens = tuple(range(20)) if is_cached else tuple(range(index, index + 20))
+        return replace(request, prompt_token_ids=tokens, prefix_keys=prefix_keys(tokens, 4))
+
+    scheduler.add([long_one(0), *(make_request(i, 4, 30) for i in range(1, 7))])
+    device = Device(scheduler, lag=0, seed=0)
+    for _ in range(3):
+        device.run(scheduler.schedule())
+    scheduler.add([long_one(99)])  # 20 tokens, of which 16 may be known
+    step = scheduler.schedule()
+    assert step is not None
+    assert bool(step.decode) is is_cached
