@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specgen.kernels.overlap import enter, overlap_options
 from specgen.kernels.rng import id_gumbel, range_gumbel
 from specgen.kernels.streams import GREEDY_TEMPERATURE
 
@@ -41,7 +42,9 @@ def _sample_blocks_kernel(
     HAS_THRESHOLDS: tl.constexpr,
     HAS_IDS: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    enter(OVERLAP)
     row = tl.program_id(0)
     block = tl.program_id(1)
     position = tl.load(positions_ptr + row)
@@ -99,7 +102,9 @@ def _sample_rows_kernel(
     NUM_BLOCKS,
     SAMPLE: tl.constexpr,
     BLOCKS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    enter(OVERLAP)
     row = tl.program_id(0)
     position = tl.load(positions_ptr + row)
     blocks = tl.arange(0, BLOCKS)
@@ -192,6 +197,7 @@ def _launch(
         HAS_THRESHOLDS=thresholds is not None,
         HAS_IDS=target_ids is not None,
         BLOCK=_BLOCK,
+        **overlap_options(logits),
     )
     _sample_rows_kernel[(num_rows,)](
         temperature,
@@ -205,6 +211,7 @@ def _launch(
         num_blocks,
         SAMPLE=sample,
         BLOCKS=triton.next_power_of_2(num_blocks),
+        **overlap_options(logits),
     )
     return tokens, ok.view(torch.bool)
 

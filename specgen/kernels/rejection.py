@@ -1,10 +1,9 @@
 """Verification of draft tokens in Triton: the ``standard`` and ``synthetic`` rules.
 
-1. Statistics of every vocabulary block of every judged row: largest logit, its id, and the sum of
-   exponentials of the kept tokens (and the same of the draft's rows).
-2. Per request: combine them into softmaxes, judge draft after draft, find tau.
-3. Over the vocabulary blocks of row tau alone: scores of the residual and of the target.
-4. Per request: pick the token and write the outputs.
+1. Statistics of every vocabulary block of every row that may be judged, of the target and of the
+   draft: the only pass over all the logits.
+2. Programs of a request: combine them into softmaxes and judge the drafts, each for itself. Where a
+   token is drawn they share the vocabulary of row tau, and the last to finish picks and writes.
 """
 
 from __future__ import annotations
@@ -14,93 +13,123 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specgen.kernels.rng import address_words, range_gumbel, word_uniform
+from specgen.kernels.draw import (
+    NO_ID,
+    combine_blocks,
+    draw_token,
+    find_argmax,
+    log_residual,
+    store_block,
+)
+from specgen.kernels.overlap import enter, overlap_options
+from specgen.kernels.rng import address_words, id_gumbel, word_uniform
 from specgen.kernels.streams import ACCEPT, GREEDY_TEMPERATURE, TARGET
 
-_BLOCK = 1024
 _STATS_BLOCK = 4096
-_LOG2E = tl.constexpr(1.4426950408889634)
+_STATS_WARPS = 4
+_GROUP = 8  # logits of one wide load
+_DRAW_BLOCK = 2048  # divides the block of the statistics
+# Programs that draw: enough to fill a GPU, and few enough that most look at several blocks, with a
+# score to beat from the first on.
+_DRAW_PROGRAMS = 2048
 _GREEDY = tl.constexpr(GREEDY_TEMPERATURE)
-_NO_ID = tl.constexpr((1 << 31) - 1)
 _ACCEPT = tl.constexpr(ACCEPT)
 _TARGET = tl.constexpr(TARGET)
 
 
 @triton.jit
-def _softmax_blocks_kernel(
+def _statistics_kernel(
     logits_ptr,
     stride_row,
     stride_step,
+    draft_logits_ptr,
+    stride_slot,
+    stride_draft,
     slot_ids_ptr,
     num_drafts_ptr,
     temperature_ptr,
     thresholds_ptr,
     max_ptr,
     sum_ptr,
-    argmax_ptr,
+    first_ptr,
+    draft_max_ptr,
+    draft_sum_ptr,
+    finished_ptr,
     V,
-    HAS_SLOTS: tl.constexpr,
+    Vd,
+    num_blocks,
+    num_draft_blocks,
+    K: tl.constexpr,
+    HAS_DRAFT_LOGITS: tl.constexpr,
     HAS_THRESHOLDS: tl.constexpr,
+    HAS_SYNTHETIC: tl.constexpr,
     BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    """Write block maximum (+inf: the block holds NaN or +inf), its id, and the kept sum."""
+    """Statistics of one block: steps 0 .. K are rows of the target, those behind of the draft."""
+    enter(OVERLAP)
     b = tl.program_id(0)
-    i = tl.program_id(1)
+    step = tl.program_id(1)
     block = tl.program_id(2)
-    if i > tl.load(num_drafts_ptr + b):  # also every row of a padding request
-        return
-    row = b
-    if HAS_SLOTS:
-        row = tl.load(slot_ids_ptr + b)
-    offs = block * BLOCK + tl.arange(0, BLOCK)
-    row_ptr = logits_ptr + row.to(tl.int64) * stride_row + i.to(tl.int64) * stride_step
-    x = tl.load(row_ptr + offs, mask=offs < V, other=float("-inf")).to(tl.float32)
-    # Every instruction counts here: NaN becomes +inf, whose block ends the row, whatever its sum.
-    x = tl.where(x < float("inf"), x, float("inf"))
-    block_max = tl.max(x, axis=0)
-    argmax = tl.min(tl.where(x == block_max, offs, _NO_ID), axis=0)
-
+    if (step == 0) & (block == 0):
+        tl.store(finished_ptr + b, 0)
+    num_drafts = tl.minimum(tl.load(num_drafts_ptr + b), K)
     temperature = tl.load(temperature_ptr + b)
-    scale_log2 = _LOG2E / tl.where(temperature < _GREEDY, 1.0, temperature)
-    is_number = (block_max > float("-inf")) & (block_max < float("inf"))
-    base = tl.where(is_number, block_max, 0.0)
-    weights = tl.exp2((x - base) * scale_log2)  # 0 at -inf
-    step = b * tl.num_programs(1) + i
-    if HAS_THRESHOLDS:
-        weights = tl.where(x >= tl.load(thresholds_ptr + step), weights, 0.0)
-    total = tl.sum(weights, axis=0)
-
-    at = step.to(tl.int64) * tl.num_programs(2) + block
-    tl.store(max_ptr + at, block_max)
-    tl.store(sum_ptr + at, total)
-    tl.store(argmax_ptr + at, argmax)
+    is_sampled = temperature >= _GREEDY
+    temperature = tl.where(is_sampled, temperature, 1.0)
+    # Greedy rows are judged by their argmax. (Synthetic rates measure the time of real ones.)
+    has_probs = is_sampled
+    if HAS_SYNTHETIC:
+        has_probs = temperature > 0.0
+    if step <= K:
+        if (step <= num_drafts) & (block < num_blocks):
+            row = b * (K + 1) + step
+            threshold = 0.0
+            if HAS_THRESHOLDS:
+                threshold = tl.load(thresholds_ptr + row)
+            store_block(
+                logits_ptr + b.to(tl.int64) * stride_row + step.to(tl.int64) * stride_step,
+                block * BLOCK,
+                V,
+                temperature,
+                threshold,
+                has_probs & (step < num_drafts),
+                max_ptr,
+                sum_ptr,
+                first_ptr,
+                row.to(tl.int64) * num_blocks + block,
+                HAS_THRESHOLDS=HAS_THRESHOLDS,
+                HAS_FIRST=True,
+                BLOCK=BLOCK,
+                GROUP=GROUP,
+            )
+    elif HAS_DRAFT_LOGITS:
+        i = step - (K + 1)
+        if has_probs & (i < num_drafts) & (block < num_draft_blocks):
+            slot = tl.load(slot_ids_ptr + b).to(tl.int64)
+            store_block(
+                draft_logits_ptr + slot * stride_slot + i.to(tl.int64) * stride_draft,
+                block * BLOCK,
+                Vd,
+                temperature,
+                0.0,
+                True,
+                draft_max_ptr,
+                draft_sum_ptr,
+                None,
+                (b * K + i).to(tl.int64) * num_draft_blocks + block,
+                HAS_THRESHOLDS=False,
+                HAS_FIRST=False,
+                BLOCK=BLOCK,
+                GROUP=GROUP,
+            )
 
 
 @triton.jit
-def _combine_softmax(
-    max_ptr, sum_ptr, argmax_ptr, step, num_blocks, temperature, BLOCKS: tl.constexpr
-):
-    """Return row maximum, sum of exponentials relative to it, and argmax (lowest id)."""
-    blocks = tl.arange(0, BLOCKS)
-    mask = blocks < num_blocks
-    at = step.to(tl.int64) * num_blocks + blocks
-    block_max = tl.load(max_ptr + at, mask=mask, other=float("-inf"))
-    block_sum = tl.load(sum_ptr + at, mask=mask, other=0.0)
-    block_argmax = tl.load(argmax_ptr + at, mask=mask, other=_NO_ID)
-    row_max = tl.max(block_max, axis=0)
-    base = tl.where((row_max > float("-inf")) & (row_max < float("inf")), row_max, 0.0)
-    scale = tl.exp(tl.minimum(block_max - base, 0.0) / temperature)
-    total = tl.sum(tl.where(block_sum > 0.0, block_sum * scale, 0.0), axis=0)
-    argmax = tl.min(tl.where(block_max == row_max, block_argmax, _NO_ID), axis=0)
-    return row_max, total, argmax
-
-
-@triton.jit
-def _accept_uniform(seed, position, j, sample):
-    zero = position * 0
-    c2 = ((zero + j) << 8) | _ACCEPT
-    w0, _w1, _w2, _w3 = address_words(seed, zero, position, c2, sample)
-    return word_uniform(w0)
+def _pick(values, steps, step):
+    """Return ``values[step]``."""
+    return tl.sum(tl.where(steps == step, values, 0), axis=0)
 
 
 @triton.jit
@@ -123,14 +152,15 @@ def _judge_kernel(
     synthetic_rates_ptr,
     max_ptr,
     sum_ptr,
-    argmax_ptr,
+    first_ptr,
     draft_max_ptr,
     draft_sum_ptr,
-    draft_argmax_ptr,
-    out_tau_ptr,
-    out_stats_ptr,
-    out_argmax_ptr,
-    out_good_ptr,
+    finished_ptr,
+    score_ptr,
+    token_ptr,
+    out_tokens_ptr,
+    out_num_ptr,
+    out_ok_ptr,
     V,
     Vd,
     num_blocks,
@@ -140,47 +170,99 @@ def _judge_kernel(
     HAS_DRAFT_IDS: tl.constexpr,
     HAS_THRESHOLDS: tl.constexpr,
     HAS_SYNTHETIC: tl.constexpr,
+    STEPS: tl.constexpr,
     BLOCKS: tl.constexpr,
     DRAFT_BLOCKS: tl.constexpr,
+    GROUP: tl.constexpr,
+    STATS_BLOCK: tl.constexpr,
+    DRAW_BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    """Judge the drafts of one request; write tau and the softmax statistics of row tau."""
+    """Judge the drafts of one request, draw the token behind those accepted, write the outputs."""
+    enter(OVERLAP)
     b = tl.program_id(0)
+    part = tl.program_id(1)
     num_drafts = tl.load(num_drafts_ptr + b)
-    if num_drafts < 0:
+    padding = num_drafts < 0
+    temperature = tl.load(temperature_ptr + b)
+    is_sampled = temperature >= _GREEDY
+    if (part > 0) & (padding | (temperature < _GREEDY)):
         return
     num_drafts = tl.minimum(num_drafts, K)
-    temperature = tl.load(temperature_ptr + b)
-    greedy = temperature < _GREEDY
-    temperature = tl.where(greedy, 1.0, temperature)
+    temperature = tl.where(is_sampled, temperature, 1.0)
+    has_probs = is_sampled
+    if HAS_SYNTHETIC:
+        has_probs = temperature > 0.0
+    row_ptr = logits_ptr + b.to(tl.int64) * stride_row
+
+    # All rows at once: [STEPS], of which 0 .. num_drafts count.
+    steps = tl.arange(0, STEPS)
+    is_row = steps <= num_drafts
+    is_draft = steps < num_drafts
+    has_p = steps < tl.where(has_probs, num_drafts, 0)
+    row = b * (K + 1)
+    block_max, row_max, total = combine_blocks(
+        max_ptr,
+        sum_ptr,
+        row,
+        steps,
+        is_row,
+        has_p,
+        num_blocks,
+        temperature,
+        BLOCKS,
+    )
+    argmax = find_argmax(
+        row_ptr,
+        stride_step,
+        steps,
+        is_row,
+        V,
+        first_ptr,
+        row,
+        num_blocks,
+        block_max,
+        row_max,
+        BLOCKS,
+        GROUP,
+    )
+    good = (row_max > float("-inf")) & (row_max < float("inf"))
+    threshold = 0.0
+    if HAS_THRESHOLDS:
+        thresholds = tl.load(thresholds_ptr + row + steps, mask=is_row, other=0.0)
     seed = tl.load(seeds_ptr + b)
     first_position = tl.load(first_positions_ptr + b)
     sample = tl.load(sample_ptr + b)
-    row_ptr = logits_ptr + b.to(tl.int64) * stride_row
+    draft_ptr = draft_logits_ptr
+    draft_max = row_max
+    draft_total = total
 
-    alive = num_drafts * 0 + 1
+    drafts = tl.full([STEPS], -1, tl.int32)
     tau = num_drafts * 0
-    for i in range(K):
-        # Past num_drafts everything read is garbage, and masked at the end.
-        step = b * (K + 1) + i
-        row_max, total, argmax = _combine_softmax(
-            max_ptr, sum_ptr, argmax_ptr, step, num_blocks, temperature, BLOCKS
-        )
-        token = tl.load(draft_tokens_ptr + b * K + i)
-        in_vocab = (token >= 0) & (token < V)
-        x = tl.where(in_vocab, token, 0)
-        logit = tl.load(row_ptr + i * stride_step + x).to(tl.float32)
+    if K > 0:
+        drafts = tl.load(draft_tokens_ptr + b * K + steps, mask=is_draft, other=-1)
+        in_vocab = (drafts >= 0) & (drafts < V)
+        x = tl.where(in_vocab, drafts, 0)
+        logit = tl.load(row_ptr + steps.to(tl.int64) * stride_step + x, mask=is_draft, other=0.0)
+        logit = logit.to(tl.float32)
         p = tl.exp((logit - row_max) / temperature) / total
         if HAS_THRESHOLDS:
-            p = tl.where(logit >= tl.load(thresholds_ptr + step), p, 0.0)
-        u = _accept_uniform(seed, first_position + i, i, sample)
+            p = tl.where(logit >= thresholds, p, 0.0)
+        c2 = (steps << 8) | _ACCEPT
+        w0, _w1, _w2, _w3 = address_words(seed, steps * 0, first_position + steps, c2, sample)
+        u = word_uniform(w0)
         bound = u
         if HAS_DRAFT_LOGITS:
-            slot = tl.load(slot_ids_ptr + b)
-            draft_max, draft_total, _draft_argmax = _combine_softmax(
+            slot = tl.load(slot_ids_ptr + b).to(tl.int64)
+            draft_ptr += slot * stride_slot
+            _, draft_max, draft_total = combine_blocks(
                 draft_max_ptr,
                 draft_sum_ptr,
-                draft_argmax_ptr,
-                b * K + i,
+                b * K,
+                steps,
+                has_p,
+                has_p,
                 num_draft_blocks,
                 temperature,
                 DRAFT_BLOCKS,
@@ -189,205 +271,151 @@ def _judge_kernel(
             if HAS_DRAFT_IDS:
                 draft_id = tl.load(draft_ids_ptr + x)
             inside = (draft_id >= 0) & (draft_id < Vd)
-            draft_ptr = draft_logits_ptr + slot.to(tl.int64) * stride_slot + i * stride_draft
-            draft_logit = tl.load(draft_ptr + tl.where(inside, draft_id, 0)).to(tl.float32)
+            target = draft_ptr + steps.to(tl.int64) * stride_draft + draft_id
+            draft_logit = tl.load(target, mask=is_draft & inside, other=0.0).to(tl.float32)
             q = tl.exp((draft_logit - draft_max) / temperature) / draft_total
             bound = bound * tl.where(inside, q, 0.0)
-        good = (row_max > float("-inf")) & (row_max < float("inf"))
-        accept = tl.where(greedy, (token == argmax).to(tl.int32), (bound < p).to(tl.int32))
+        is_argmax = drafts == argmax
+        accept = tl.where(is_sampled, (bound < p).to(tl.int32), is_argmax.to(tl.int32)) != 0
         if HAS_SYNTHETIC:
             # The probabilities stay in the condition, or the compiler would drop their work.
-            usable = (p >= 0.0) & (bound >= 0.0)
-            accept = (usable & (u < tl.load(synthetic_rates_ptr + i))).to(tl.int32)
-        judged = in_vocab & good & (i < num_drafts)
-        alive = alive * tl.where(judged, accept, 0)
-        tau = tau + alive
+            rate = tl.load(synthetic_rates_ptr + steps, mask=is_draft, other=0.0)
+            accept = (p >= 0.0) & (bound >= 0.0) & (u < rate)
+        accept = accept & in_vocab & good & is_draft
+        tau = tl.min(tl.where(accept, STEPS, steps), axis=0)
 
-    row_max, total, argmax = _combine_softmax(
-        max_ptr, sum_ptr, argmax_ptr, b * (K + 1) + tau, num_blocks, temperature, BLOCKS
-    )
-    good = (row_max > float("-inf")) & (row_max < float("inf"))
-    tl.store(out_tau_ptr + b, tau)
-    tl.store(out_argmax_ptr + b, argmax)
-    tl.store(out_good_ptr + b, good.to(tl.int32))
-    tl.store(out_stats_ptr + b * 4, row_max)
-    tl.store(out_stats_ptr + b * 4 + 1, total)
-    if HAS_DRAFT_LOGITS:
-        draft_step = b * K + tl.minimum(tau, K - 1)
-        draft_max, draft_total, _draft_argmax = _combine_softmax(
-            draft_max_ptr,
-            draft_sum_ptr,
-            draft_argmax_ptr,
-            draft_step,
-            num_draft_blocks,
-            temperature,
-            DRAFT_BLOCKS,
-        )
-        tl.store(out_stats_ptr + b * 4 + 2, draft_max)
-        tl.store(out_stats_ptr + b * 4 + 3, draft_total)
-
-
-@triton.jit
-def _score_blocks_kernel(
-    logits_ptr,
-    stride_row,
-    stride_step,
-    draft_tokens_ptr,
-    num_drafts_ptr,
-    draft_logits_ptr,
-    stride_slot,
-    stride_draft,
-    slot_ids_ptr,
-    draft_ids_ptr,
-    temperature_ptr,
-    seeds_ptr,
-    first_positions_ptr,
-    sample_ptr,
-    thresholds_ptr,
-    tau_ptr,
-    stats_ptr,
-    good_ptr,
-    target_score_ptr,
-    target_token_ptr,
-    residual_score_ptr,
-    residual_token_ptr,
-    V,
-    Vd,
-    K: tl.constexpr,
-    HAS_DRAFT_LOGITS: tl.constexpr,
-    HAS_DRAFT_IDS: tl.constexpr,
-    HAS_THRESHOLDS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Write the best score and its id of one block of row tau, for p and for the residual."""
-    b = tl.program_id(0)
-    block = tl.program_id(1)
-    num_drafts = tl.load(num_drafts_ptr + b)
-    if num_drafts < 0:
-        return
-    temperature = tl.load(temperature_ptr + b)
-    if temperature < _GREEDY:
-        return
-    if tl.load(good_ptr + b) == 0:
-        return
-    tau = tl.load(tau_ptr + b)
-    row_max = tl.load(stats_ptr + b * 4)
-    start = block * BLOCK
-    offs = start + tl.arange(0, BLOCK)
-    in_vocab = offs < V
-    row_ptr = logits_ptr + b.to(tl.int64) * stride_row + tau.to(tl.int64) * stride_step
-    x = tl.load(row_ptr + offs, mask=in_vocab, other=float("-inf")).to(tl.float32)
-    kept = x > float("-inf")
-    if HAS_THRESHOLDS:
-        kept = kept & (x >= tl.load(thresholds_ptr + b * (K + 1) + tau))
-    scaled = tl.where(kept, (x - row_max) / temperature, float("-inf"))
-
-    seed = tl.load(seeds_ptr + b)
-    position = tl.load(first_positions_ptr + b) + tau
-    sample = tl.load(sample_ptr + b)
-    noise = range_gumbel(seed, start, position, _TARGET, sample, BLOCK)
-    score = scaled + noise
-    at = b * tl.num_programs(1) + block
-    best = tl.max(score, axis=0)
-    tl.store(target_score_ptr + at, best)
-    tl.store(target_token_ptr + at, tl.min(tl.where(score == best, offs, _NO_ID), axis=0))
-
-    if K > 0:
-        draft_row = tl.minimum(tau, K - 1)
-        if HAS_DRAFT_LOGITS:
-            p = tl.exp(scaled) / tl.load(stats_ptr + b * 4 + 1)
-            draft_max = tl.load(stats_ptr + b * 4 + 2)
-            draft_total = tl.load(stats_ptr + b * 4 + 3)
-            slot = tl.load(slot_ids_ptr + b)
-            draft_ids = offs
-            if HAS_DRAFT_IDS:
-                draft_ids = tl.load(draft_ids_ptr + offs, mask=in_vocab, other=-1)
-            inside = in_vocab & (draft_ids >= 0) & (draft_ids < Vd)
-            draft_ptr = (
-                draft_logits_ptr
-                + slot.to(tl.int64) * stride_slot
-                + draft_row.to(tl.int64) * stride_draft
-            )
-            draft_x = tl.load(draft_ptr + draft_ids, mask=inside, other=float("-inf"))
-            draft_x = draft_x.to(tl.float32)
-            q = tl.exp((draft_x - draft_max) / temperature) / draft_total
-            weight = p - tl.where(inside, q, 0.0)
-            positive = weight > 0.0
-            log_weight = tl.log(tl.where(positive, weight, 1.0))
-            residual = tl.where(positive, log_weight + noise, float("-inf"))
-        else:
-            draft_token = tl.load(draft_tokens_ptr + b * K + draft_row)
-            residual = tl.where(offs == draft_token, float("-inf"), score)
-        best = tl.max(residual, axis=0)
-        tl.store(residual_score_ptr + at, best)
-        tl.store(residual_token_ptr + at, tl.min(tl.where(residual == best, offs, _NO_ID), axis=0))
-
-
-@triton.jit
-def _best_block(score_ptr, token_ptr, b, num_blocks, BLOCKS: tl.constexpr):
-    """Return the best score of a request and its token, ties to the lowest id."""
-    blocks = tl.arange(0, BLOCKS)
-    mask = blocks < num_blocks
-    score = tl.load(score_ptr + b * num_blocks + blocks, mask=mask, other=float("-inf"))
-    token = tl.load(token_ptr + b * num_blocks + blocks, mask=mask, other=_NO_ID)
-    best = tl.max(score, axis=0)
-    return best, tl.min(tl.where(score == best, token, _NO_ID), axis=0)
-
-
-@triton.jit
-def _emit_kernel(
-    draft_tokens_ptr,
-    num_drafts_ptr,
-    temperature_ptr,
-    tau_ptr,
-    argmax_ptr,
-    good_ptr,
-    target_score_ptr,
-    target_token_ptr,
-    residual_score_ptr,
-    residual_token_ptr,
-    out_tokens_ptr,
-    out_num_ptr,
-    out_ok_ptr,
-    num_blocks,
-    K: tl.constexpr,
-    HAS_SYNTHETIC: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Write tokens, their number and ok of one request."""
-    b = tl.program_id(0)
-    columns = tl.arange(0, COLUMNS)
-    num_drafts = tl.load(num_drafts_ptr + b)
-    num_sampled = num_drafts * 0
-    ok = num_drafts * 0 + 1
-    tokens = columns * 0 - 1
-    if num_drafts >= 0:
-        ok = tl.load(good_ptr + b)
-        if ok != 0:
-            tau = tl.load(tau_ptr + b)
-            num_sampled = tau + 1
-            token = tl.load(argmax_ptr + b)
-            if tl.load(temperature_ptr + b) >= _GREEDY:
-                _score, token = _best_block(
-                    target_score_ptr, target_token_ptr, b, num_blocks, BLOCKS
+    # Row tau. A bad one accepted nothing: it ends the request.
+    ok = _pick(good.to(tl.int32), steps, tau) > 0
+    token = _pick(argmax, steps, tau)
+    writes = part == 0
+    if ok & is_sampled:
+        top = _pick(row_max, steps, tau)
+        position = first_position + tau
+        x_ptr = row_ptr + tau.to(tl.int64) * stride_step
+        block_max_ptr = max_ptr + (row + tau).to(tl.int64) * num_blocks
+        argmax_kept = top == top
+        if HAS_THRESHOLDS:
+            threshold = _pick(thresholds, steps, tau)
+            argmax_kept = top >= threshold
+        # A rejection leaves the residual; without q, that is all tokens but the draft.
+        HAS_RESIDUAL: tl.constexpr = HAS_DRAFT_LOGITS and not HAS_SYNTHETIC
+        rejected = tau < num_drafts
+        if HAS_SYNTHETIC:
+            rejected = tau < 0
+        banned = -1
+        q_max = top
+        q_sum = top
+        sum_exp = top
+        log_weight = top * 0.0
+        if HAS_RESIDUAL:
+            draft_ptr += tau.to(tl.int64) * stride_draft
+            q_max = _pick(draft_max, steps, tau)
+            q_sum = _pick(draft_total, steps, tau)
+            sum_exp = _pick(total, steps, tau)
+            if rejected:
+                log_weight = log_residual(
+                    log_weight,
+                    sum_exp,
+                    token,
+                    V,
+                    draft_ptr,
+                    draft_ids_ptr,
+                    Vd,
+                    q_max,
+                    q_sum,
+                    temperature,
+                    HAS_DRAFT_IDS,
                 )
-                if K > 0:
-                    best, residual_token = _best_block(
-                        residual_score_ptr, residual_token_ptr, b, num_blocks, BLOCKS
+        else:
+            banned = tl.where(rejected, _pick(drafts, steps, tau), -1)
+        # The score to beat: that of the argmax, where it may be drawn.
+        best = log_weight + id_gumbel(seed, token, position, _TARGET, sample)
+        best = tl.where(argmax_kept & (token != banned), best, float("-inf"))
+        best, drawn = draw_token(
+            x_ptr,
+            V,
+            block_max_ptr,
+            top,
+            temperature,
+            threshold,
+            seed,
+            position,
+            _TARGET,
+            sample,
+            banned,
+            rejected,
+            sum_exp,
+            draft_ptr,
+            draft_ids_ptr,
+            Vd,
+            q_max,
+            q_sum,
+            best,
+            tl.where(best > float("-inf"), token, NO_ID),
+            part,
+            tl.num_programs(1),
+            HAS_THRESHOLDS=HAS_THRESHOLDS,
+            HAS_RESIDUAL=HAS_RESIDUAL,
+            HAS_DRAFT_IDS=HAS_DRAFT_IDS,
+            BLOCK=DRAW_BLOCK,
+            STATS_BLOCK=STATS_BLOCK,
+        )
+        at = b * tl.num_programs(1)
+        tl.store(score_ptr + at + part, best)
+        tl.store(token_ptr + at + part, drawn)
+        # Releases these two to the last program to come, which thereby acquires those of all.
+        num_before = tl.atomic_add(finished_ptr + b, 1, sem="acq_rel")
+        writes = num_before == tl.num_programs(1) - 1
+        if writes:
+            parts = tl.arange(0, PARTS)
+            is_part = parts < tl.num_programs(1)
+            scores = tl.load(score_ptr + at + parts, mask=is_part, other=float("-inf"))
+            tokens = tl.load(token_ptr + at + parts, mask=is_part, other=NO_ID)
+            best = tl.max(scores, axis=0)
+            drawn = tl.min(tl.where(scores == best, tokens, NO_ID), axis=0)
+            if HAS_RESIDUAL:  # noqa: SIM102 (compiled only where it holds)
+                if rejected & (best == float("-inf")):  # no weight is left: p of that row
+                    best = id_gumbel(seed, token, position, _TARGET, sample)
+                    best = tl.where(argmax_kept, best, float("-inf"))
+                    best, drawn = draw_token(
+                        x_ptr,
+                        V,
+                        block_max_ptr,
+                        top,
+                        temperature,
+                        threshold,
+                        seed,
+                        position,
+                        _TARGET,
+                        sample,
+                        -1,
+                        False,
+                        sum_exp,
+                        draft_ptr,
+                        draft_ids_ptr,
+                        Vd,
+                        q_max,
+                        q_sum,
+                        best,
+                        tl.where(best > float("-inf"), token, NO_ID),
+                        0,
+                        1,
+                        HAS_THRESHOLDS=HAS_THRESHOLDS,
+                        HAS_RESIDUAL=False,
+                        HAS_DRAFT_IDS=False,
+                        BLOCK=DRAW_BLOCK,
+                        STATS_BLOCK=STATS_BLOCK,
                     )
-                    rejected = tau < tl.minimum(num_drafts, K)
-                    use_residual = rejected & (best > float("-inf"))
-                    if not HAS_SYNTHETIC:
-                        token = tl.where(use_residual, residual_token, token)
-            tokens = tl.where(columns == tau, token, -1)
-            if K > 0:
-                accepted = columns < tau
-                drafts = tl.load(draft_tokens_ptr + b * K + columns, mask=accepted, other=-1)
-                tokens = tl.where(accepted, drafts, tokens)
-    tl.store(out_tokens_ptr + b * (K + 1) + columns, tokens, mask=columns < K + 1)
-    tl.store(out_num_ptr + b, num_sampled)
-    tl.store(out_ok_ptr + b, ok.to(tl.int8))
+            # Without a score only a banned argmax is kept, or (a filter of no use) nothing.
+            token = tl.where(argmax_kept, token, 0)
+            token = tl.where(best > float("-inf"), drawn, token)
+    if writes:
+        num_sampled = tl.where(ok, tau + 1, 0)
+        tokens = tl.where(steps == tau, token, drafts)
+        tokens = tl.where(steps < num_sampled, tokens, -1)
+        tl.store(out_tokens_ptr + row + steps, tokens, mask=steps <= K)
+        tl.store(out_num_ptr + b, num_sampled)
+        tl.store(out_ok_ptr + b, (ok | padding).to(tl.int8))
 
 
 def rejection_sample(
@@ -417,154 +445,105 @@ def rejection_sample(
         target_logits = target_logits.contiguous()
     if k == 0:
         draft_logits = None
-    draft_tokens = draft_tokens.contiguous()
-    num_draft_tokens = num_draft_tokens.contiguous()
-    slot_ids = slot_ids.contiguous()
-    temperature = temperature.contiguous()
-    seeds = seeds.contiguous()
-    first_positions = first_positions.contiguous()
-    sample_index = sample_index.contiguous()
-    if thresholds is not None:
-        thresholds = thresholds.contiguous()
-    if synthetic_rates is not None:
-        synthetic_rates = synthetic_rates.contiguous()
-    has_thresholds = thresholds is not None
-    num_blocks = triton.cdiv(vocab_size, _BLOCK)
-    blocks = triton.next_power_of_2(num_blocks)
-
-    stats = _softmax_blocks(
-        target_logits, num_steps, None, num_draft_tokens, temperature, thresholds
-    )
     draft_vocab = 0
-    draft_stats: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
     draft_strides = (0, 0)
     if draft_logits is not None:
         if draft_logits.stride(-1) != 1:
             draft_logits = draft_logits.contiguous()
         draft_vocab = draft_logits.shape[-1]
         draft_strides = (draft_logits.stride(0), draft_logits.stride(1))
-        draft_stats = _softmax_blocks(
-            draft_logits, k, slot_ids, num_draft_tokens, temperature, None
-        )
-    num_stats_blocks = triton.cdiv(vocab_size, _STATS_BLOCK)
-    num_draft_blocks = triton.cdiv(draft_vocab, _STATS_BLOCK)
+    num_draft_tokens = num_draft_tokens.contiguous()
+    slot_ids = slot_ids.contiguous()
+    temperature = temperature.contiguous()
+    if thresholds is not None:
+        thresholds = thresholds.contiguous()
+    if synthetic_rates is not None:
+        synthetic_rates = synthetic_rates.contiguous()
 
-    tau = torch.empty((batch,), dtype=torch.int32, device=device)
-    argmax = torch.empty((batch,), dtype=torch.int32, device=device)
-    good = torch.empty((batch,), dtype=torch.int32, device=device)
-    row_stats = torch.empty((batch, 4), dtype=torch.float32, device=device)
-    inputs = (
+    num_blocks = triton.cdiv(vocab_size, _STATS_BLOCK)
+    num_draft_blocks = triton.cdiv(draft_vocab, _STATS_BLOCK)
+    shape, draft_shape = (batch, num_steps, num_blocks), (batch, k, num_draft_blocks)
+    block_max = torch.empty(shape, dtype=torch.float32, device=device)
+    block_sum = torch.empty(shape, dtype=torch.float32, device=device)
+    block_first = torch.empty(shape, dtype=torch.int32, device=device)
+    draft_max = torch.empty(draft_shape, dtype=torch.float32, device=device)
+    draft_sum = torch.empty(draft_shape, dtype=torch.float32, device=device)
+    num_finished = torch.empty((batch,), dtype=torch.int32, device=device)
+    branches = {
+        "K": k,
+        "HAS_DRAFT_LOGITS": draft_logits is not None,
+        "HAS_THRESHOLDS": thresholds is not None,
+        "HAS_SYNTHETIC": synthetic_rates is not None,
+        "GROUP": _GROUP,
+        **overlap_options(target_logits),
+    }
+    all_steps = num_steps if draft_logits is None else num_steps + k
+    _statistics_kernel[(batch, all_steps, max(num_blocks, num_draft_blocks))](
         target_logits,
         target_logits.stride(0),
         target_logits.stride(1),
-        draft_tokens,
+        draft_logits,
+        *draft_strides,
+        slot_ids,
+        num_draft_tokens,
+        temperature,
+        thresholds,
+        block_max,
+        block_sum,
+        block_first,
+        draft_max,
+        draft_sum,
+        num_finished,
+        vocab_size,
+        draft_vocab,
+        num_blocks,
+        num_draft_blocks,
+        BLOCK=_STATS_BLOCK,
+        num_warps=_STATS_WARPS,
+        **branches,
+    )
+    num_draw_blocks = triton.cdiv(vocab_size, _DRAW_BLOCK)
+    num_parts = min(num_draw_blocks, triton.cdiv(_DRAW_PROGRAMS, batch))
+    part_score = torch.empty((batch, num_parts), dtype=torch.float32, device=device)
+    part_token = torch.empty((batch, num_parts), dtype=torch.int32, device=device)
+    _judge_kernel[(batch, num_parts)](
+        target_logits,
+        target_logits.stride(0),
+        target_logits.stride(1),
+        draft_tokens.contiguous(),
         num_draft_tokens,
         draft_logits,
         *draft_strides,
         slot_ids,
         draft_ids,
         temperature,
-        seeds,
-        first_positions,
-        sample_index,
+        seeds.contiguous(),
+        first_positions.contiguous(),
+        sample_index.contiguous(),
         thresholds,
-    )
-    _judge_kernel[(batch,)](
-        *inputs,
         synthetic_rates,
-        *stats,
-        *draft_stats,
-        tau,
-        row_stats,
-        argmax,
-        good,
-        vocab_size,
-        draft_vocab,
-        num_stats_blocks,
-        num_draft_blocks,
-        K=k,
-        HAS_DRAFT_LOGITS=draft_logits is not None,
-        HAS_DRAFT_IDS=draft_ids is not None,
-        HAS_THRESHOLDS=has_thresholds,
-        HAS_SYNTHETIC=synthetic_rates is not None,
-        BLOCKS=triton.next_power_of_2(num_stats_blocks),
-        DRAFT_BLOCKS=triton.next_power_of_2(max(num_draft_blocks, 1)),
-        num_warps=1,
-    )
-    target_score = torch.empty((batch, num_blocks), dtype=torch.float32, device=device)
-    target_token = torch.empty((batch, num_blocks), dtype=torch.int32, device=device)
-    residual_score = torch.empty((batch, num_blocks), dtype=torch.float32, device=device)
-    residual_token = torch.empty((batch, num_blocks), dtype=torch.int32, device=device)
-    _score_blocks_kernel[(batch, num_blocks)](
-        *inputs,
-        tau,
-        row_stats,
-        good,
-        target_score,
-        target_token,
-        residual_score,
-        residual_token,
-        vocab_size,
-        draft_vocab,
-        K=k,
-        HAS_DRAFT_LOGITS=draft_logits is not None,
-        HAS_DRAFT_IDS=draft_ids is not None,
-        HAS_THRESHOLDS=has_thresholds,
-        BLOCK=_BLOCK,
-    )
-    _emit_kernel[(batch,)](
-        draft_tokens,
-        num_draft_tokens,
-        temperature,
-        tau,
-        argmax,
-        good,
-        target_score,
-        target_token,
-        residual_score,
-        residual_token,
+        block_max,
+        block_sum,
+        block_first,
+        draft_max,
+        draft_sum,
+        num_finished,
+        part_score,
+        part_token,
         tokens,
         num_sampled,
         ok,
+        vocab_size,
+        draft_vocab,
         num_blocks,
-        K=k,
-        HAS_SYNTHETIC=synthetic_rates is not None,
-        BLOCKS=blocks,
-        COLUMNS=triton.next_power_of_2(num_steps),
-        num_warps=1,
+        num_draft_blocks,
+        HAS_DRAFT_IDS=draft_ids is not None,
+        STEPS=triton.next_power_of_2(num_steps),
+        BLOCKS=triton.next_power_of_2(num_blocks),
+        DRAFT_BLOCKS=triton.next_power_of_2(max(num_draft_blocks, 1)),
+        STATS_BLOCK=_STATS_BLOCK,
+        DRAW_BLOCK=_DRAW_BLOCK,
+        PARTS=triton.next_power_of_2(num_draw_blocks),
+        **branches,
     )
     return tokens, num_sampled, ok.view(torch.bool)
-
-
-def _softmax_blocks(
-    logits: Tensor,
-    num_steps: int,
-    slot_ids: Tensor | None,
-    num_drafts: Tensor,
-    temperature: Tensor,
-    thresholds: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return block maximum, kept sum and argmax, each ``[B, num_steps, num_blocks]``."""
-    batch, vocab_size = num_drafts.shape[0], logits.shape[-1]
-    num_blocks = triton.cdiv(vocab_size, _STATS_BLOCK)
-    shape = (batch, num_steps, num_blocks)
-    block_max = torch.empty(shape, dtype=torch.float32, device=logits.device)
-    block_sum = torch.empty(shape, dtype=torch.float32, device=logits.device)
-    block_argmax = torch.empty(shape, dtype=torch.int32, device=logits.device)
-    _softmax_blocks_kernel[shape](
-        logits,
-        logits.stride(0),
-        logits.stride(1),
-        slot_ids,
-        num_drafts,
-        temperature,
-        thresholds,
-        block_max,
-        block_sum,
-        block_argmax,
-        vocab_size,
-        HAS_SLOTS=slot_ids is not None,
-        HAS_THRESHOLDS=thresholds is not None,
-        BLOCK=_STATS_BLOCK,
-    )
-    return block_max, block_sum, block_argmax
