@@ -3,11 +3,12 @@
 Every measurement names the bytes that have to be read at least; ``floor_ratio`` is its time over
 the time that a copy takes for as many.
 
-    python -m benchmarks.kernel_bandwidth --parts verify,filter,products,decode,shared,prefill
+    python -m benchmarks.kernel_bandwidth --parts verification,filter,products,decode,shared,prefill
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +20,7 @@ from benchmarks.gpu_timing import copy_bandwidth, graph_us
 from benchmarks.record import write_record
 from specgen.kernels import Kernels, select_kernels
 from specgen.kernels.batch_types import SharedPrefix
+from specgen.kernels.streams import DRAFT
 
 VOCAB_SIZE = 128256
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 16
@@ -51,23 +53,62 @@ def i32(values: Any) -> torch.Tensor:
     return torch.as_tensor(values, dtype=torch.int32, device="cuda")
 
 
-def verify(kernels: Kernels) -> Iterator[Row]:
-    """One read of the logits is the floor; at temperature 1 noise is drawn for every token."""
-    for rows, k in ((1, 0), (64, 0), (256, 0), (1, 3), (64, 3), (256, 3)):
-        logits = bf16(rows, k + 1, VOCAB_SIZE, scale=3.0)
-        drafts = logits[:, :k].argmax(-1).int().contiguous()
+def _logits(rows: int, steps: int, shape: str) -> torch.Tensor:
+    """Logits [rows, steps, V]: flat, or as of a model, a few 20 above the rest."""
+    logits = bf16(rows, steps, VOCAB_SIZE, scale=3.0 if shape == "flat" else 1.0)
+    if shape == "peaked":
+        peaks = torch.randint(VOCAB_SIZE, (rows, steps, 3), device="cuda")
+        logits.scatter_(-1, peaks, 20.0 + bf16(rows, steps, 3))
+    return logits
+
+
+def verification(kernels: Kernels) -> Iterator[Row]:
+    """Judging drafts and drawing the token after them: ``floor_ratio`` counts reads of the logits.
+
+    Half of the greedy drafts are the target's argmax, so that rows end at every step. Drafts drawn
+    from logits of their own are judged by those, which are then read too.
+    """
+    for rows, k, shape, drafted in itertools.product(
+        (1, 64, 256), (0, 3), ("flat", "peaked"), ("greedy", "gumbel")
+    ):
+        if k == 0 and drafted == "gumbel":
+            continue
+        logits = _logits(rows, k + 1, shape)
+        draft_logits = None
+        num_bytes = logits.nbytes
+        slots, zeros = i32(range(rows)), i32([0] * rows)
+        seeds = torch.arange(rows, device="cuda")
         for temperature in (0.0, 1.0):
+            temperatures = torch.full((rows,), temperature, device="cuda")
+            drafts = logits[:, :k].argmax(-1).int()
+            if drafted == "gumbel":
+                draft_logits = logits[:, :k] + bf16(rows, k, VOCAB_SIZE)
+                num_bytes = logits.nbytes + (draft_logits.nbytes if temperature else 0)
+                for i in range(k):
+                    drafts[:, i : i + 1] = kernels.gumbel.gumbel_sample(
+                        draft_logits[:, i : i + 1],
+                        temperatures,
+                        seeds,
+                        zeros[:, None] + 50 + i,
+                        zeros,
+                        DRAFT,
+                        i,
+                        None,
+                        None,
+                    )[0]
+            else:
+                drafts = torch.where(torch.rand(rows, k, device="cuda") < 0.5, drafts, 0).int()
             arguments = (
                 logits,
-                drafts,
-                torch.full((rows,), k, dtype=torch.int32, device="cuda"),
+                drafts.contiguous(),
+                zeros + k,
+                draft_logits,
+                slots,
                 None,
-                i32(range(rows)),
-                None,
-                torch.full((rows,), temperature, device="cuda"),
-                torch.arange(rows, device="cuda"),
-                torch.full((rows,), 50, dtype=torch.int32, device="cuda"),
-                torch.zeros(rows, dtype=torch.int32, device="cuda"),
+                temperatures,
+                seeds,
+                zeros + 50,
+                zeros,
                 None,
                 None,
             )
@@ -75,9 +116,11 @@ def verify(kernels: Kernels) -> Iterator[Row]:
             yield {
                 "rows": rows,
                 "k": k,
+                "logits": shape,
+                "drafts": drafted,
                 "temperature": temperature,
                 "us": us,
-                "bytes": logits.nbytes,
+                "bytes": num_bytes,
             }
 
 
@@ -215,7 +258,7 @@ def prefill(kernels: Kernels) -> Iterator[Row]:
 
 
 PARTS = {
-    "verify": verify,
+    "verification": verification,
     "filter": filter_tokens,
     "products": products,
     "decode": decode,
