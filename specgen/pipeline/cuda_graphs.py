@@ -77,15 +77,20 @@ class CudaCapture:
             with torch.cuda.graph(graph, pool=self._pool):
                 record = step(slots)
         except RuntimeError as error:
-            # Ending a capture that failed fails too, and hides what had failed first.
-            first: BaseException | None = error
-            while first is not None and not isinstance(first, torch.OutOfMemoryError):
-                first = first.__context__
-            if first is None:
+            if not _is_out_of_memory(error):
                 raise
-            raise torch.OutOfMemoryError("no memory for a CUDA graph") from error
-        self._living.add(graph)
-        return graph.replay, record
+        else:
+            self._living.add(graph)
+            return graph.replay, record
+        # Outside the handler: what the error's frames hold is let go of first.
+        raise torch.OutOfMemoryError("no memory for a CUDA graph")
+
+
+def _is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether memory ran out; ending a capture that failed fails too, and hides what came first."""
+    while error is not None and not isinstance(error, torch.OutOfMemoryError):
+        error = error.__context__
+    return error is not None
 
 
 @dataclass

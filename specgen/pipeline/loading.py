@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -86,6 +87,8 @@ class Pipeline:
     def release_memory(self) -> None:
         """Give back all memory that is not in use by weights, caches and rows."""
         self.forget_graphs()
+        # A step that failed may be held, with all its tensors, by cycles of its error's frames.
+        gc.collect()
         if self.config.device == "cuda":
             torch.cuda.empty_cache()
 
