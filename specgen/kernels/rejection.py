@@ -26,7 +26,7 @@ from specgen.kernels.rng import address_words, id_gumbel, word_uniform
 from specgen.kernels.streams import ACCEPT, GREEDY_TEMPERATURE, TARGET
 
 _STATS_BLOCK = 4096
-_STATS_WARPS = 4
+_STATS_WARPS = 2
 _GROUP = 8  # logits of one wide load
 _DRAW_BLOCK = 2048  # divides the block of the statistics
 # Programs that draw: enough to fill a GPU, and few enough that most look at several blocks, with a
