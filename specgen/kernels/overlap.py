@@ -38,3 +38,11 @@ def overlap_options(x: Tensor) -> dict[str, bool]:
 def _can_overlap(device_index: int) -> bool:
     """A fact of the hardware."""
     return torch.version.hip is None and torch.cuda.get_device_capability(device_index)[0] >= 9
+
+
+def register_options(max_registers: int | None) -> dict[str, int]:
+    """Launch options of a kernel whose threads are to have so many registers at most.
+
+    Fewer registers a thread let more programs run on a multiprocessor at a time.
+    """
+    return {} if max_registers is None else {"maxnreg": max_registers}

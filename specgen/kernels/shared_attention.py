@@ -18,10 +18,11 @@ from torch import Tensor
 from specgen.kernels.attention_parts import Parts
 from specgen.kernels.batch_types import SharedPrefix
 from specgen.kernels.online_softmax import soft_cap, softmax_step
-from specgen.kernels.overlap import enter, overlap_options
+from specgen.kernels.overlap import enter, overlap_options, register_options
 from specgen.kernels.products import dot
 
 _PROGRAMS = 132  # one for each multiprocessor of a large GPU
+_MANY_TILES = 64  # from here on two programs a multiprocessor are faster, with fewer registers each
 _MAX_SPLITS = 16
 
 
@@ -234,13 +235,16 @@ def cut_shared(num_lines: int, num_kv_heads: int, head_dim: int, element_size: i
     largest = 128 if is_small else 64 if head_bytes <= 512 else 16
     block_m = min(largest, max(16, triton.next_power_of_2(num_lines)))
     tiles = -(-num_lines // block_m) * num_kv_heads
+    in_pairs = is_small and block_m == 128 and tiles >= _MANY_TILES
+    # All programs of a cut run at once: with one more they would take twice the time.
+    programs = 2 * _PROGRAMS if in_pairs else _PROGRAMS
     return SharedCut(
-        # All programs of a cut run at once: with one more they would take twice the time.
-        splits=max(1, min(_MAX_SPLITS, _PROGRAMS // tiles)),
+        splits=max(1, min(_MAX_SPLITS, programs // tiles)),
         block_m=block_m,
         block_n=64 if is_small else 32,
         num_warps=8 if block_m * block_d >= 8192 else 4,
         num_stages=3 if head_bytes <= 512 else 2,
+        max_registers=128 if in_pairs else None,
     )
 
 
@@ -275,7 +279,6 @@ def attend_to_shared(
     batch, num_queries, num_heads, head_dim = q.shape
     block_size, num_kv_heads = k_cache.shape[1], k_cache.shape[2]
     num_lines = batch * num_queries * (num_heads // num_kv_heads)
-    bound = {} if cut.max_registers is None else {"maxnreg": cut.max_registers}
     _shared_kernel[(num_kv_heads, triton.cdiv(num_lines, cut.block_m), cut.splits)](
         q,
         k_cache,
@@ -311,6 +314,6 @@ def attend_to_shared(
         WIDEN=not q.is_cuda,
         num_warps=cut.num_warps,
         num_stages=cut.num_stages,
-        **bound,
+        **register_options(cut.max_registers),
         **overlap_options(q),
     )

@@ -23,6 +23,7 @@ from specgen.kernels import (
     KERNEL_MODULES,
     attention_parts,
     linear,
+    prefill_attention,
     row_attention,
     select_kernels,
     shared_attention,
@@ -178,7 +179,7 @@ def run_batch_kernels(kernels: Any) -> None:
 def let_kernels_overlap(kernels: Any) -> None:
     """What a GPU of this capability would be asked for; tensors of a CPU ask for the opposite."""
     modules = [getattr(kernels, name) for name in KERNEL_MODULES]
-    for module in [*modules, attention_parts, row_attention, shared_attention]:
+    for module in [*modules, attention_parts, prefill_attention, row_attention, shared_attention]:
         if hasattr(module, "overlap_options"):
             module.overlap_options = lambda _: {"OVERLAP": True, "launch_pdl": True}
 

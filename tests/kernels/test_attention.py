@@ -10,6 +10,8 @@ import torch
 from kernels.paged_rows import TOLERANCE, Paged, dense, make_paged
 
 from specgen.kernels import attention as triton_attention
+from specgen.kernels import prefill_attention as triton_prefill
+from specgen.kernels.prefill_attention import PrefillCut
 from specgen.kernels.reference import attention as reference_attention
 
 MODULES = [
@@ -285,6 +287,22 @@ def test_prefill_context_may_end_before_the_queries(module: ModuleType, device: 
 def test_prefill_longer_than_every_tile(module: ModuleType, device: str) -> None:
     paged = make_paged([300, 140], 1, 16)
     check_prefill(module, device, paged, [290, 139], [10, 1], 1)
+
+
+@pytest.mark.parametrize("cut", [PrefillCut(16, 16, 4, 1), PrefillCut(32, 64, 4, 1)])
+@pytest.mark.parametrize("group", [1, 3, 4])
+@pytest.mark.usefixtures("poison")
+def test_prefill_tiles_that_end_anywhere(
+    monkeypatch: pytest.MonkeyPatch, device: str, group: int, cut: PrefillCut
+) -> None:
+    """Short chunks behind long prefixes: keys that all see, then some that only a few do."""
+    monkeypatch.setattr(triton_prefill, "cut_prefill", lambda *_: cut)
+    query_lens = [5, 1, 33, 16, 2, 7]
+    firsts = [128, 127, 63, 64, 65, 0]
+    contexts = [first + length for first, length in zip(firsts, query_lens, strict=True)]
+    contexts[3] -= 4  # ends before its queries
+    paged = make_paged(contexts, 2, 16)
+    check_prefill(triton_attention, device, paged, query_lens, firsts, 2 * group, padding=37)
 
 
 # Windows below, on and above the sizes of blocks and key tiles, and one that reaches over all.

@@ -15,12 +15,13 @@ import specgen.kernels
 
 SCRIPT = Path(__file__).with_name("compile_model_for_cuda.py")
 MODULES = (
-    "attention",
+    "prefill_attention",
     "attention_parts",
     "row_attention",
     "shared_attention",
     "linear",
     "norm",
+    "pairs",
     "rotary",
     "activation",
     "grouped",
