@@ -67,7 +67,7 @@ def shared_prefix_job(num_prompts: int = SHARED_PREFIX_PROMPTS) -> Job:
 def make_rows(job: Job, *, vocab_size: int, temperature: float, seed: int) -> list[PromptRow]:
     """Rows of random token ids; every row runs to its length.
 
-    Another ``seed`` gives other ids throughout, shared beginnings included.
+    Another ``seed`` gives other ids and other draws throughout, shared beginnings included.
     """
     rng = random.Random(seed)
     ids = range(vocab_size)
@@ -79,7 +79,10 @@ def make_rows(job: Job, *, vocab_size: int, temperature: float, seed: int) -> li
             line=index + 1,
             source=job.name,
             sampling=SamplingParams(
-                temperature=temperature, max_tokens=output_len, ignore_eos=True
+                temperature=temperature,
+                max_tokens=output_len,
+                ignore_eos=True,
+                seed=rng.getrandbits(53),
             ),
             prompt_token_ids=(*shared, *rng.choices(ids, k=prompt_len - job.num_shared)),
         )

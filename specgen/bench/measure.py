@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import resource
 import time
 from collections.abc import Sequence
@@ -21,7 +22,10 @@ __all__ = ["Measurement", "first_steps", "measure", "synchronized_clock"]
 
 @dataclass(frozen=True)
 class Measurement:
-    """Figures of one job; times in seconds, memory in bytes, ``batch`` rows at a time."""
+    """Figures of one job; times in seconds, memory in bytes, ``batch`` rows at a time.
+
+    Of several runs they are sums, and ``seconds_of_runs`` has each.
+    """
 
     job: Job
     batch: int
@@ -30,13 +34,17 @@ class Measurement:
     num_steps: int
     num_steps_by_k: dict[int, int]
     warmup_seconds: float
-    seconds: float
+    seconds_of_runs: tuple[float, ...]
     peak_memory: int
     speculation: SpeculationStats
 
     def to_dict(self) -> dict[str, Any]:
         """The measurement's part of a line of output."""
-        num_prompts = len(self.job.lengths)
+        num_runs = len(self.seconds_of_runs)
+        num_prompts = num_runs * len(self.job.lengths)
+        seconds = sum(self.seconds_of_runs)
+        num_output_tokens_of_run = self.num_output_tokens / num_runs
+        speeds = [round(num_output_tokens_of_run / s, 1) for s in self.seconds_of_runs]
         return {
             "job": self.job.name,
             "batch": self.batch,
@@ -47,8 +55,9 @@ class Measurement:
             "output_tokens": self.num_output_tokens,
             "steps": self.num_steps,
             "decode_steps_by_k": {str(k): n for k, n in sorted(self.num_steps_by_k.items())},
-            "seconds": round(self.seconds, 4),
-            "tok_s": round(self.num_output_tokens / self.seconds, 1),
+            "seconds": round(seconds, 4),
+            "tok_s": round(self.num_output_tokens / seconds, 1),
+            "tok_s_of_runs": speeds,
             "mean_acceptance_length": self.speculation.mean_acceptance_length,
             "draft_acceptance_rate": self.speculation.draft_acceptance_rate,
             "faithful": self.speculation.faithful,
@@ -57,32 +66,44 @@ class Measurement:
         }
 
 
-def measure(engine: Engine, job: Job, *, temperature: float, seed: int = 0) -> Measurement:
-    """Run the job twice, with other prompts of the same lengths; the second run counts.
+def measure(
+    engine: Engine, job: Job, *, temperature: float, seed: int = 0, num_runs: int = 1
+) -> Measurement:
+    """Run the job once to warm up, then ``num_runs`` times, always with other prompts and draws.
 
-    The first compiles kernels and captures graphs for every batch size that occurs while rows end.
+    The first run compiles kernels and captures graphs for the batch sizes that occur while rows
+    end.
 
     Raises:
         ModelError: a row failed, so that there is nothing to measure.
     """
-    vocab_size = engine.config.vocab_size
-    warmup = make_rows(job, vocab_size=vocab_size, temperature=temperature, seed=2 * seed)
-    rows = make_rows(job, vocab_size=vocab_size, temperature=temperature, seed=2 * seed + 1)
-    warmup_seconds, _, _ = _run(engine, warmup)
+    seeds = itertools.count(seed * (num_runs + 1))
+
+    def run() -> tuple[float, list[RequestOutput], int]:
+        rows = make_rows(
+            job,
+            vocab_size=engine.config.vocab_size,
+            temperature=temperature,
+            seed=next(seeds),
+        )
+        return _run(engine, rows)
+
+    warmup_seconds, _, _ = run()
     cuda = engine.config.device == "cuda"
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     before = engine.num_decode_steps_by_k
-    seconds, outputs, num_steps = _run(engine, rows)
+    runs = [run() for _ in range(num_runs)]
+    outputs = [output for _, found, _ in runs for output in found]
     return Measurement(
         job=job,
         batch=job.batch or min(len(job.lengths), engine.config.max_num_seqs),
         num_input_tokens=sum(len(output.prompt_token_ids) for output in outputs),
-        num_output_tokens=_count_output(job, outputs),
-        num_steps=num_steps,
+        num_output_tokens=sum(_count_output(job, found) for _, found, _ in runs),
+        num_steps=sum(num_steps for _, _, num_steps in runs),
         num_steps_by_k=dict(engine.num_decode_steps_by_k - before),
         warmup_seconds=warmup_seconds,
-        seconds=seconds,
+        seconds_of_runs=tuple(seconds for seconds, _, _ in runs),
         peak_memory=torch.cuda.max_memory_allocated() if cuda else _host_peak(),
         speculation=SpeculationStats.merged(output.stats for output in outputs),
     )

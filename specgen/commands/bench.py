@@ -91,6 +91,14 @@ _FLAGS = [
         metavar="N",
         help="Prompts of a job.  [default: 1000 mixed, 2000 shared-prefix]",
     ),
+    click.option(
+        "--repeat",
+        type=click.IntRange(min=1),
+        default=1,
+        show_default=True,
+        metavar="N",
+        help="Runs of each measurement that count, with other prompts and draws each.",
+    ),
     click.option("--temperature", type=click.FloatRange(min=0.0), default=1.0, show_default=True),
     click.option("--seed", type=int, default=0, show_default=True),
 ]
@@ -113,7 +121,7 @@ def bench(**flags: Any) -> None:
     """Measure throughput: one JSON line a measurement on standard output.
 
     The engine is the one of `specgen run`; prompts are random token ids, and every row runs to its
-    length. Each measurement is run twice, and the second run counts.
+    length. Before the runs that count, each measurement is run once to warm up.
 
     Presets are the shapes of published models with random weights: llama-3.1-8b, llama-3.2-1b,
     qwen3-8b. Each comes with an EAGLE-3 head (NAME-eagle3) unless --no-draft is given. What the
@@ -213,7 +221,9 @@ def _measure_all(flags: dict[str, Any], models: _Models, jobs: list[Job]) -> Non
     fixed |= {"startup_s": round(startup, 2), "first_step_s": round(first_step, 2)}
     for number, job in enumerate(jobs):
         click.echo(f"measuring {job.name}, {len(job.lengths):,} prompts", err=True)
-        result = measure(engine, job, temperature=flags["temperature"], seed=number)
+        result = measure(
+            engine, job, temperature=flags["temperature"], seed=number, num_runs=flags["repeat"]
+        )
         click.echo(json.dumps({**result.to_dict(), **fixed}))
 
 

@@ -63,6 +63,21 @@ def test_without_a_draft_every_row_takes_one_token_a_step() -> None:
     assert (line["draft_model"], line["num_speculative_tokens"]) == (None, 0)
 
 
+def test_repeated_runs_add_up_and_draw_anew() -> None:
+    args = ("--batch-size", "1", "--input-len", "4", "--output-len", "30",
+            "--synthetic-acceptance", "2.5", "--num-speculative-tokens", "3")  # fmt: skip
+    (once,) = lines(bench(*args))
+    (line,) = lines(bench(*args, "--repeat", "3"))
+    assert (line["prompts"], line["input_tokens"], line["output_tokens"]) == (3, 12, 90)
+    assert (line["input_len"], line["output_len"]) == (4, 30)
+    assert len(line["tok_s_of_runs"]) == 3
+    assert len(once["tok_s_of_runs"]) == 1
+    assert min(line["tok_s_of_runs"]) <= line["tok_s"] <= max(line["tok_s_of_runs"])
+    # Three runs of one pattern of acceptance would be of one number of steps each.
+    assert line["steps"] == sum(line["decode_steps_by_k"].values()) + 3
+    assert line["mean_acceptance_length"] != once["mean_acceptance_length"]
+
+
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """A preset and its head that run on a CPU in no time, with room for whole jobs."""

@@ -37,4 +37,5 @@ def test_rows_run_to_their_length_with_other_prompts_for_another_seed() -> None:
     others = make_rows(job, vocab_size=50, temperature=0.5, seed=2)
     prompts = {row.prompt_token_ids for row in (*rows, *others)}
     assert len(prompts) == 8  # nothing of a warm-up is in the cache of the run that counts
+    assert len({row.sampling.seed for row in (*rows, *others)}) == 8  # nor are its draws repeated
     assert rows == make_rows(job, vocab_size=50, temperature=0.5, seed=1)
