@@ -21,6 +21,7 @@ __all__ = ["SamplingParams", "is_sampling_key", "looks_like_sampling_key"]
 _INT32_MAX = 2**31 - 1
 _INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
 _MAX_SAMPLES = 10_000
+_MAX_TEMPERATURE = 1e6  # every token is as likely as another long before; 1e39 is no float32
 
 _SAME_AS = {
     "max_length": "max_tokens",
@@ -37,7 +38,7 @@ class SamplingParams:
     """Sampling of one prompt.
 
     Attributes:
-        temperature: >= 0; below 1e-5 the most likely token is taken.
+        temperature: 0 to 1e6; below 1e-5 the most likely token is taken.
         top_p: in (0, 1]; 1 keeps everything. The smallest set of tokens whose mass reaches it.
         top_k: >= 0; 0 (or -1) keeps everything.
         max_tokens: most tokens to generate, >= 1; None means the rest of the model's context.
@@ -69,6 +70,10 @@ class SamplingParams:
         put(self, "temperature", _number("temperature", self.temperature))
         if self.temperature < 0:
             raise ValueError(f'"temperature" must be >= 0, got {self.temperature:g}')
+        if self.temperature > _MAX_TEMPERATURE:
+            raise ValueError(
+                f'"temperature" must be <= {_MAX_TEMPERATURE:,.0f}, got {self.temperature:g}'
+            )
         put(self, "top_p", _number("top_p", self.top_p))
         if not 0 < self.top_p <= 1:
             raise ValueError(f'"top_p" must be in (0, 1], got {self.top_p:g}')

@@ -14,6 +14,7 @@ BAD = [
     ("temperature", "1", '"temperature" must be a number, got "1"'),
     ("temperature", float("nan"), '"temperature" must be a finite number, got nan'),
     ("temperature", float("inf"), '"temperature" must be a finite number, got inf'),
+    ("temperature", 1e300, '"temperature" must be <= 1,000,000, got 1e+300'),
     ("temperature", [1], '"temperature" must be a number, got [1]'),
     ("top_p", 0, '"top_p" must be in (0, 1], got 0'),
     ("top_p", 1.5, '"top_p" must be in (0, 1], got 1.5'),
