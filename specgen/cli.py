@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import sys
 import traceback
@@ -43,6 +44,7 @@ class _Cli(click.Group):
         """Run a command and exit."""
         if not standalone_mode:
             return super().main(args, prog_name, complete_var, standalone_mode=False, **extra)
+        _let_stdout_take_all_text()
         # Commands that can be taken up again say how.
         extra["obj"] = tuple(sys.argv[1:] if args is None else args)
         try:
@@ -98,6 +100,12 @@ def _print_error(message: str, hint: str | None) -> None:
         click.echo(f"error: {message}", err=True)
         if hint is not None:
             click.echo(f"hint: {hint}", err=True)
+
+
+def _let_stdout_take_all_text() -> None:
+    """Names and ids may hold letters that its encoding has not; rows are written as bytes."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _flush_stdout() -> None:

@@ -116,7 +116,8 @@ def add_record(run: RunStats, record: Mapping[str, Any]) -> RowAccounts | None:
     if record["status"] == "error":
         run.add_failed(record["error"]["code"])
         return None
-    body = record["response"]["body"] if "response" in record else record
+    # A flat line may carry a data key "response"; only it has choices of its own.
+    body = record if "choices" in record else record["response"]["body"]
     usage = body["usage"]
     prompt_tokens, tokens = int(usage["prompt_tokens"]), int(usage["completion_tokens"])
     spec = SpeculationStats.from_dict(body["metrics"]["speculative_decoding"])

@@ -77,7 +77,7 @@ def doctor(lengths: tuple[int, ...] | None, as_json: bool, **flags: Any) -> int:
     healthy = all(finding.status != "problem" for finding in findings)
     if as_json:
         report = {"ok": healthy, "findings": [finding.to_dict() for finding in findings]}
-        click.echo(json.dumps(report, indent=2, ensure_ascii=False))
+        click.echo(json.dumps(report, indent=2))
     else:
         width = max(len(finding.name) for finding in findings)
         section = None

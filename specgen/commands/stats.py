@@ -37,7 +37,7 @@ def stats(outputs: tuple[str, ...], as_json: bool, lowest: int) -> int:
     found = OutputStats(lowest)
     found.read(read_lines(outputs))
     if as_json:
-        click.echo(json.dumps(found.to_dict(), indent=2, ensure_ascii=False))
+        click.echo(json.dumps(found.to_dict(), indent=2))
         return ExitCode.OK
     console = Console(highlight=False)
     try:

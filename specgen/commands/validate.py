@@ -45,7 +45,7 @@ def validate(inputs: tuple[str, ...], as_json: bool, **flags: Any) -> int:
     check_inputs(inputs)
     validator = Validator(load_checks(config, options.template_flag))
     for finding in validator.examine(inputs, options):
-        click.echo(json.dumps(finding.to_dict(), ensure_ascii=False) if as_json else str(finding))
+        click.echo(json.dumps(finding.to_dict()) if as_json else str(finding))
     if as_json:
         click.echo(json.dumps({"summary": validator.summary()}))
     else:

@@ -233,3 +233,37 @@ def test_a_torn_line_ends_a_partial_output(tmp_path: Path) -> None:
         result = CliRunner().invoke(cli, ["stats", str(path)])
         assert result.exit_code == 4
         assert f"{path}:{line}: is no line of an output" in result.stderr
+
+
+@pytest.mark.parametrize("kind", ["object", "text"])
+def test_data_keys_are_never_taken_for_accounts(show: Show, kind: str) -> None:
+    """A data set may have a column of any name, such as prompt and response."""
+    names = ["response", "body", "id", "request_id", "custom_id", "rows", "input", "model"]
+    value: object = {"body": {"usage": 1}} if kind == "object" else "text"
+    Path("plain").write_text("".join(json.dumps(row(i)) + "\n" for i in range(len(names))))
+    Path("extra").write_text(
+        "".join(json.dumps({**row(i), name: value}) + "\n" for i, name in enumerate(names))
+    )
+    plain, extra = show("plain", "--json"), show("extra", "--json")
+    assert extra.exit_code == 0, extra.stderr
+    assert json.loads(extra.stdout) == json.loads(plain.stdout)
+
+
+@pytest.mark.parametrize("flags", [["--lowest", "1"], ["--lowest", "1", "--json"]])
+def test_an_encoding_that_lacks_letters_will_do(show: Show, flags: list[str]) -> None:
+    name = "\u2603\U0001f600.jsonl"
+    Path(name).write_text(json.dumps({**row(0), "custom_id": "\u2603\U0001f600"}) + "\n")
+    root = str(Path(specgen.__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, "-m", "specgen", "stats", name, *flags],
+        env={**os.environ, "PYTHONPATH": root, "PYTHONIOENCODING": "ascii", "COLUMNS": "100"},
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    if "--json" in flags:
+        lowest = json.loads(done.stdout)["speculative_decoding"]["lowest"]
+        assert lowest[0]["custom_id"] == "\u2603\U0001f600"
+    else:
+        assert b"u2603" in done.stdout
