@@ -219,6 +219,16 @@ USAGE = [
     (["run", "in.jsonl", "-o", "in.jsonl", "--overwrite"], 2, "is an input of this run"),
     (["run", "in.jsonl", "--summary", "in.jsonl"], 2, "is an input or the output"),
     (["run", "in.jsonl", "--summary", "-"], 2, "--summary -: must be a file"),
+    *(
+        (["run", "in.jsonl", "-o", "out", "--summary", f"out{suffix}"], 2, "is an input or the out")
+        for suffix in ("", ".partial", ".partial.meta.json", ".meta.json", ".sorted")
+    ),
+    *(
+        (["run", "in.jsonl", flag, "a\udcff"], 2, f"{flag}: a\ufffd is not UTF-8")
+        for flag in ("--stop", "--system-prompt", "--prompt-field", "--id-field")
+    ),
+    (["run", "in.jsonl", "-o", ""], 6, "is a directory"),
+    (["run", "in.jsonl", "-o", "new/"], 6, "is a directory"),
     (
         ["run", "in.jsonl", "--system-prompt", "S", "--apply-chat-template", "never"],
         2,
@@ -281,6 +291,25 @@ def test_an_internal_error_keeps_what_was_finished(invoke: Invoke, tmp_path: Pat
     assert len(rows((tmp_path / "out.jsonl.partial").read_text())) == 4
     assert not (tmp_path / "out.jsonl").exists()
     assert "to go on: " in result.stderr
+
+
+@pytest.mark.parametrize("form", ["flat", "openai"])
+def test_names_need_not_be_text(invoke: Invoke, tmp_path: Path, form: str) -> None:
+    """Names of files hold any bytes; rows and metadata are UTF-8 all the same."""
+    name = os.fsdecode(b"in\xff.jsonl")
+    (tmp_path / name).write_text(LINES)
+    out = os.fsdecode(b"out\xfe.jsonl")
+    args = ["run", name, "-o", out, "--format", form]
+    assert invoke(*args, "--max-errors", "0").exit_code == 4
+    result = invoke(*args, "--model", os.fsdecode(b"m\xfd"))
+    assert result.exit_code == 3, result.stderr
+    failed = rows((tmp_path / out).read_text(encoding="utf-8"))[1]
+    assert failed["error"]["message"].startswith("in\ufffd.jsonl:2: ")
+    meta = json.loads((tmp_path / f"{out}.meta.json").read_text(encoding="utf-8"))
+    assert meta["inputs"] == ["in\ufffd.jsonl"]
+    assert invoke(*args, "--resume").exit_code == 0
+    assert invoke(*args, "--retry-errors").exit_code == 3
+    assert invoke("stats", out).exit_code == 0
 
 
 @pytest.mark.parametrize("counted", [True, False])

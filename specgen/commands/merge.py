@@ -11,7 +11,9 @@ __all__ = ["merge"]
 
 @click.command()
 @click.argument("shards", nargs=-1, required=True, metavar="SHARD...")
-@click.option("-o", "--output", metavar="OUT", required=True, help="Output file.")
+@click.option(
+    "-o", "--output", metavar="OUT", required=True, help="Output file; - is standard output."
+)
 @click.option("--overwrite", is_flag=True, help="Replace OUT.")
 def merge(shards: tuple[str, ...], output: str, overwrite: bool) -> int:
     """Join the outputs of `specgen run --shard I/N` into the one of a single run.
@@ -23,5 +25,6 @@ def merge(shards: tuple[str, ...], output: str, overwrite: bool) -> int:
 
     merged = merge_shards(shards, output, overwrite=overwrite)
     failed = f", {merged.num_failed:,} of them failed" if merged.num_failed else ""
-    click.echo(f"{output}: {merged.num_rows:,} rows{failed}", err=True)
+    name = "<stdout>" if output == "-" else output
+    click.echo(f"{name}: {merged.num_rows:,} rows{failed}", err=True)
     return ExitCode.OK

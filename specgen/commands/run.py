@@ -29,7 +29,7 @@ from specgen.commands.flags import (
 from specgen.commands.run_options import RunOptions, sampling_of
 from specgen.errors import ExitCode, OutputError, SpecgenError, UsageError
 from specgen.interrupts import Interrupts, StopRun
-from specgen.wording import counted
+from specgen.wording import counted, legible
 
 if TYPE_CHECKING:
     from specgen.display import Display
@@ -158,7 +158,7 @@ def _formatter(options: RunOptions, writer: RowWriter) -> Callable[[RequestOutpu
     if options.output_format == "openai":
         return partial(
             to_envelope,
-            model=options.config.model or "specgen-default",
+            model=legible(options.config.model or "specgen-default"),
             created=writer.created,
             return_token_ids=options.return_token_ids,
         )
@@ -349,9 +349,7 @@ def _check_summary(options: RunOptions) -> None:
             "--summary -: must be a file", "--progress json reports the figures on standard error"
         )
     path = Path(options.summary)
-    others = [p for p in (*options.inputs, options.output) if p not in (None, "-")]
-    if any(os.path.realpath(str(p)) == os.path.realpath(path) for p in others):
-        raise UsageError(f"--summary {path}: is an input or the output of this run")
+    _check_summary_apart(options, options.summary)
     try:
         existed = path.exists()
         with open(path, "a", encoding="utf-8"):
@@ -360,6 +358,21 @@ def _check_summary(options: RunOptions) -> None:
             path.unlink()
     except OSError as error:
         raise OutputError(f"--summary {path}: cannot be written: {error.strerror}") from error
+
+
+def _check_summary_apart(options: RunOptions, summary: str) -> None:
+    """Refuse a summary that would be written over an input, the output or a file beside it."""
+    from specgen.request_io.place import is_written_for
+
+    apart = not any(os.path.realpath(path) == os.path.realpath(summary) for path in options.inputs)
+    if apart and options.output not in (None, "-"):
+        assert options.output is not None
+        apart = not is_written_for(summary, Path(os.path.realpath(options.output)))
+    if not apart:
+        raise UsageError(
+            f"--summary {summary}: is an input or the output of this run, or a file beside it",
+            "choose another name",
+        )
 
 
 def _write_summary(options: RunOptions, summary: dict[str, Any], *, complete: bool) -> None:

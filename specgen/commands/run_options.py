@@ -10,6 +10,7 @@ from specgen.commands.draft_flags import DRAFT_OVERRIDE_FLAGS
 from specgen.config import EngineConfig
 from specgen.errors import UsageError
 from specgen.request_io.shard import Shard
+from specgen.wording import legible
 
 if TYPE_CHECKING:
     from specgen.request_io.reader import ReadOptions
@@ -108,6 +109,7 @@ def read_options(flags: dict[str, Any], sampling: SamplingParams) -> ReadOptions
     """
     from specgen.request_io.reader import ReadOptions
 
+    _check_text(flags)
     if flags["system_prompt"] is not None and flags["apply_chat_template"] == "never":
         raise UsageError("--system-prompt needs a chat template, --apply-chat-template is never")
     if flags["system_prompt"] == "":
@@ -121,6 +123,15 @@ def read_options(flags: dict[str, Any], sampling: SamplingParams) -> ReadOptions
         limit=flags["limit"],
         shard=flags["shard"],
     )
+
+
+def _check_text(flags: dict[str, Any]) -> None:
+    """Refuse text that is no UTF-8: no input holds such a key, and no model reads such a prompt."""
+    for name in ("prompt_field", "id_field", "system_prompt", "stop"):
+        values = flags.get(name) or ()
+        for value in (values,) if isinstance(values, str) else values:
+            if legible(value) != value:
+                raise UsageError(f"--{name.replace('_', '-')}: {legible(value)} is not UTF-8")
 
 
 def _check_output_flags(flags: dict[str, Any]) -> None:

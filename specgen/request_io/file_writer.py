@@ -27,10 +27,11 @@ from specgen.request_io.earlier import Digests, check_input, refuse_end, refuse_
 from specgen.request_io.fingerprint import Fingerprint, differences
 from specgen.request_io.lines import json_lines, write_all, write_failed
 from specgen.request_io.partial import Head, LineReader, RowIndex, read_head, scan
+from specgen.request_io.place import beside
 from specgen.request_io.shard import WHOLE, Shard
-from specgen.wording import counted
+from specgen.wording import counted, legible
 
-__all__ = ["FileWriter", "OutputComplete", "OutputOptions", "beside", "write_file"]
+__all__ = ["FileWriter", "OutputComplete", "OutputOptions", "write_file", "write_json"]
 
 _FSYNC_SECONDS = 5.0
 _COPY_BYTES = 1 << 20
@@ -73,11 +74,6 @@ class OutputComplete(Exception):  # noqa: N818 - nothing is wrong
     def __init__(self, meta: dict[str, Any]) -> None:
         super().__init__()
         self.meta = meta
-
-
-def beside(target: Path, suffix: str) -> Path:
-    """The file next to an output that carries its name and a suffix."""
-    return target.with_name(target.name + suffix)
 
 
 class FileWriter:
@@ -310,7 +306,7 @@ class FileWriter:
             "replaces": self._replaces,
             "fingerprint": self._fingerprint,
         }
-        _write_json(self._partial_meta, meta)
+        write_json(self._partial_meta, meta)
 
     # -- rows -----------------------------------------------------------------------------------
 
@@ -426,7 +422,7 @@ class FileWriter:
             elif not (will_do and self._in_order):
                 self._write_copy(self._rows.offsets())
                 result = self._sorted
-            _write_json(
+            write_json(
                 self._meta,
                 {**meta, "created": self._created, "fingerprint": self._fingerprint},
             )
@@ -551,9 +547,10 @@ def _state(path: Path) -> str:
     return f"{path.name} is {'damaged' if path.exists() else 'missing'}"
 
 
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Put an object in place as readable JSON; names of files may be no UTF-8, this is."""
     text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
-    write_file(path, text.encode())
+    write_file(path, legible(text).encode())
 
 
 def write_file(path: Path, data: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Shards to one output: the file that a single run would have written."""
+"""Shards to one output: the lines that a single run would have written."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from specgen.errors import InputError, OutputError, UsageError
-from specgen.request_io.file_writer import beside, write_file
+from specgen.request_io.file_writer import write_json
 from specgen.request_io.fingerprint import differences
 from specgen.request_io.lines import write_failed
-from specgen.request_io.partial import LineReader, RowIndex, read_head, scan
+from specgen.request_io.partial import LineReader, RowIndex, scan
+from specgen.request_io.place import Stream, beside, check_apart, find_place
 from specgen.request_io.shard import Shard
 
 __all__ = ["Merged", "merge_shards"]
@@ -41,6 +43,11 @@ class _Part:
     meta: Mapping[str, Any]
 
     @property
+    def meta_path(self) -> Path:
+        """The file that the metadata are from."""
+        return beside(Path(os.path.realpath(self.path)), ".meta.json")
+
+    @property
     def settings(self) -> dict[str, Any]:
         """All that must be the same in every shard."""
         fingerprint = {k: v for k, v in self.meta["fingerprint"].items() if k != "shard"}
@@ -54,18 +61,23 @@ class _Part:
 def merge_shards(paths: Sequence[str], output: str, *, overwrite: bool = False) -> Merged:
     """Write the rows of all shards to `output`, in input order.
 
+    A stream (`-`, a pipe, a device) gets the rows alone, a file gets its metadata too.
+
     Raises:
         InputError: a shard is missing, given twice, unfinished or of another run, or does not
             hold its rows and nothing else.
-        UsageError: `output` exists, or is a shard.
+        UsageError: `output` exists, or would overwrite a shard or its metadata.
         OutputError: `output` cannot be written.
+        BrokenPipeError: its reader has gone away.
     """
-    target = Path(os.path.realpath(output))
     parts = [_read_part(path) for path in paths]
-    if any(Path(os.path.realpath(part.path)) == target for part in parts):
-        raise UsageError(f"{output}: is one of the shards", "choose another -o")
-    if target.exists() and not overwrite:
-        raise UsageError(f"{output}: exists", "choose another -o, or give --overwrite")
+    place = find_place(output)
+    if not isinstance(place, Stream):
+        check_apart(output, place, paths, "is one of the shards")
+        metas = (str(part.meta_path) for part in parts)
+        check_apart(output, place, metas, "is the metadata of one of the shards")
+        if place.exists() and not overwrite:
+            raise UsageError(f"{output}: exists", "choose another -o, or give --overwrite")
     parts = _check_parts(parts)
     with contextlib.ExitStack() as stack:
         readers, indices = [], []
@@ -75,10 +87,18 @@ def merge_shards(paths: Sequence[str], output: str, *, overwrite: bool = False) 
             _check_rows(part, file.fileno(), rows)
             readers.append(LineReader(file.fileno()))
             indices.append(rows)
+        _check_input_hash(parts, readers, indices)
+        lines = _lines(parts, readers, indices)
         try:
-            return _write(target, parts, readers, indices)
+            if isinstance(place, Stream):
+                _write_stream(place, lines)
+            else:
+                _write_file(place, parts, lines)
+        except BrokenPipeError:
+            raise
         except OSError as error:
             raise write_failed(output, "cannot be written", error) from error
+    return Merged(parts[0].meta["num_rows"], sum(rows.count_failed() for rows in indices))
 
 
 def _check_rows(part: _Part, fd: int, rows: RowIndex) -> None:
@@ -143,54 +163,69 @@ def _check_parts(parts: Sequence[_Part]) -> list[_Part]:
     return [by_number[number] for number in numbers]
 
 
-def _hash_of_input_line(line: bytes) -> bytes:
-    head = read_head(line)
-    assert head is not None, "scanned lines have heads"
-    return bytes.fromhex(head.input_hash)
+def _places(parts: Sequence[_Part], indices: Sequence[RowIndex]) -> Iterator[tuple[int, int]]:
+    """Of all rows in input order: the number of the part, and where in it the line begins."""
+    for index in range(parts[0].meta["num_rows"]):
+        number = index % len(parts)
+        yield number, indices[number].offset(index)
 
 
-def _write(
-    target: Path,
-    parts: Sequence[_Part],
-    readers: Sequence[LineReader],
-    indices: Sequence[RowIndex],
-) -> Merged:
+def _check_input_hash(
+    parts: Sequence[_Part], readers: Sequence[LineReader], indices: Sequence[RowIndex]
+) -> None:
+    """Refuse shards whose rows together are not those of the input that their metadata name."""
+    digest = hashlib.blake2b(digest_size=16)
+    for number, offset in _places(parts, indices):
+        head = readers[number].head(offset)
+        assert head is not None, "scanned lines have heads"
+        digest.update(bytes.fromhex(head.input_hash))
+    if digest.hexdigest() != parts[0].meta["input_hash"]:
+        raise InputError(
+            f"{parts[0].path}: the rows of these shards are not those that their metadata describe",
+            "look whether one was replaced by an output of another run",
+        )
+
+
+def _lines(
+    parts: Sequence[_Part], readers: Sequence[LineReader], indices: Sequence[RowIndex]
+) -> Iterator[bytes]:
+    for number, offset in _places(parts, indices):
+        yield readers[number].line(offset)
+
+
+def _write_stream(stream: Stream, lines: Iterable[bytes]) -> None:
+    if stream.fd is None:
+        if sys.stdout is None:
+            raise OutputError("<stdout>: is closed", "give -o FILE")
+        sys.stdout.buffer.writelines(lines)
+        sys.stdout.buffer.flush()
+    else:
+        with open(stream.fd, "wb", buffering=_COPY_BYTES, closefd=stream.owned) as file:
+            file.writelines(lines)
+
+
+def _write_file(target: Path, parts: Sequence[_Part], lines: Iterable[bytes]) -> None:
     needed = sum(os.path.getsize(part.path) for part in parts)
     free = shutil.disk_usage(target.parent).free
     if free < needed:
         raise OutputError(
             f"{target}: needs {needed:,} bytes of disk, {free:,} are free", "free some space"
         )
-    num_rows: int = parts[0].meta["num_rows"]
-    scratch, num_failed = beside(target, ".merging"), 0
-    input_hash = hashlib.blake2b(digest_size=16)
+    scratch = beside(target, ".merging")
     try:
         with open(scratch, "wb", buffering=_COPY_BYTES) as out:
-            for index in range(num_rows):
-                number = index % len(parts)
-                line = readers[number].line(indices[number].offset(index))
-                num_failed += indices[number].failed(index)
-                input_hash.update(_hash_of_input_line(line))
-                out.write(line)
+            out.writelines(lines)
             out.flush()
             os.fsync(out.fileno())
-        if input_hash.hexdigest() != parts[0].meta["input_hash"]:
-            raise InputError(
-                f"{parts[0].path}: the rows of these shards are not those that their metadata "
-                "describe",
-                "look whether one was replaced by an output of another run",
-            )
         meta = {
             **{k: v for k, v in parts[0].meta.items() if k not in ("summary", "started")},
             "merged_from": [part.path for part in parts],
             "shard": {"number": 1, "count": 1},
             "fingerprint": {**parts[0].meta["fingerprint"], "shard": str(Shard())},
         }
-        text = json.dumps(meta, indent=2, ensure_ascii=False) + "\n"
-        write_file(beside(target, ".meta.json"), text.encode())
+        write_json(beside(target, ".meta.json"), meta)
         os.rename(scratch, target)
     except BaseException:
         with contextlib.suppress(OSError):
             scratch.unlink(missing_ok=True)
         raise
-    return Merged(num_rows, num_failed)

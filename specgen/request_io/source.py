@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import BinaryIO, cast
 
 from specgen.errors import InputError, UsageError
+from specgen.wording import legible
 
 __all__ = [
     "MAX_LINE_BYTES",
@@ -161,7 +162,7 @@ class _ZstdReader(io.RawIOBase):
 
 def source_name(path: str) -> str:
     """How messages call an input."""
-    return "<stdin>" if path == STDIN else path
+    return "<stdin>" if path == STDIN else legible(path)
 
 
 def _reason(error: BaseException) -> str:

@@ -5,22 +5,19 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import re
-import stat
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, Protocol
 
-from specgen.errors import OutputError, UsageError
-from specgen.request_io.file_writer import FileWriter, OutputOptions, beside
+from specgen.errors import OutputError
+from specgen.request_io.file_writer import FileWriter, OutputOptions
 from specgen.request_io.lines import json_lines, write_all, write_failed
 from specgen.request_io.partial import Head
+from specgen.request_io.place import Stream, check_apart, find_place
+from specgen.request_io.source import STDIN
 
 __all__ = ["RowWriter", "StreamWriter", "open_writer"]
-
-_FD_PATH = re.compile(r"/(?:dev|proc/self)/fd/(\d+)")
 
 
 class RowWriter(Protocol):
@@ -73,38 +70,19 @@ def open_writer(
         notify: takes remarks for the user, such as the disk space the last pass needs.
 
     Raises:
-        UsageError: the output exists, was made with other settings, or is an input.
+        UsageError: the output exists, was made with other settings, or would overwrite an input.
         OutputComplete: the output is finished, and `options.resume` is content with it.
         OutputError: it cannot be created.
     """
-    options = options or OutputOptions()
-    if path in (None, "-", "/dev/stdout"):
-        return StreamWriter(None, None)
+    place = find_place(path)
+    if isinstance(place, Stream):
+        return StreamWriter(place.path, place.fd, owned=place.owned)
     assert path is not None
-    if found := _FD_PATH.fullmatch(path):
-        return StreamWriter(path, int(found.group(1)))
     try:
-        target = Path(os.path.realpath(path))
-        mode = target.stat().st_mode if target.exists() else None
-        if mode is None and target.suffix in (".gz", ".zst"):
-            raise UsageError(
-                f"{path}: outputs are not compressed", f"choose {path.removesuffix(target.suffix)}"
-            )
-        if mode is not None and stat.S_ISDIR(mode):
-            raise OutputError(f"{path}: is a directory", "give a file name")
-        if mode is not None and not stat.S_ISREG(mode):
-            return StreamWriter(path, os.open(target, os.O_WRONLY), owned=True)
-        for source in inputs:
-            if source != "-" and _same_file(source, target):
-                raise UsageError(f"{path}: is an input of this run", "choose another output")
-        return FileWriter(target, path, options, notify=notify)
+        check_apart(path, place, (p for p in inputs if p != STDIN), "is an input of this run")
+        return FileWriter(place, path, options, notify=notify)
     except (OSError, ValueError) as error:
         raise write_failed(path, "cannot be created", error) from error
-
-
-def _same_file(source: str, target: Path) -> bool:
-    resolved = Path(os.path.realpath(source))
-    return resolved in (target, beside(target, ".partial"), beside(target, ".meta.json"))
 
 
 class StreamWriter:

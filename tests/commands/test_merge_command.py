@@ -3,6 +3,9 @@ from __future__ import annotations
 import json
 import os
 import random
+import subprocess
+import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 from fake_engine import FakeEngine
 
+import specgen
 from specgen.cli import cli
 from specgen.commands import run as run_command
 from specgen.sampling_params import SamplingParams
@@ -139,3 +143,86 @@ def test_an_output_that_cannot_be_written(shards: list[str]) -> None:
     result = merge(*shards, "-o", "no/dir/all")
     assert result.exit_code == 6
     assert "no/dir/all: cannot be written" in result.stderr
+
+
+def merge_process(args: list[str], **extra: Any) -> subprocess.CompletedProcess[bytes]:
+    root = str(Path(specgen.__file__).parents[1])
+    return subprocess.run(
+        [sys.executable, "-m", "specgen", "merge", *args],
+        env={**os.environ, "PYTHONPATH": root},
+        check=False,
+        timeout=60,
+        **extra,
+    )
+
+
+def test_streams_are_written_directly(run: Invoke, shards: list[str]) -> None:
+    run("in.jsonl", "-o", "one")
+    one = Path("one").read_bytes()
+    before = sorted(os.listdir())
+    result = merge(*shards, "-o", "-")
+    assert (result.exit_code, result.stdout_bytes) == (0, one)
+    assert result.stderr == "<stdout>: 11 rows, 1 of them failed\n"
+    capture = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    for name in ("/dev/stdout", "/dev/fd/1"):
+        done = merge_process([*shards, "-o", name], **capture)
+        assert (done.returncode, done.stdout) == (0, one)
+    assert sorted(os.listdir()) == before
+
+
+def test_a_pipe_stays_a_pipe(run: Invoke, shards: list[str]) -> None:
+    os.mkfifo("pipe")
+    received: list[bytes] = []
+    reader = threading.Thread(target=lambda: received.append(Path("pipe").read_bytes()))
+    reader.start()
+    assert merge(*shards, "-o", "pipe", "--overwrite").exit_code == 0
+    reader.join(timeout=30)
+    run("in.jsonl", "-o", "one")
+    assert received == [Path("one").read_bytes()]
+    assert Path("pipe").is_fifo()
+    assert not Path("pipe.meta.json").exists()
+
+
+def test_streams_that_fail(shards: list[str]) -> None:
+    for name in ("/dev/full", "/dev/stdout", "-"):
+        with open("/dev/full", "wb") as full:
+            done = merge_process([*shards, "-o", name], stdout=full, stderr=subprocess.PIPE)
+        assert done.returncode == 6
+        assert b"No space left on device" in done.stderr
+        assert b"Traceback" not in done.stderr
+    read, write = os.pipe()
+    os.close(read)
+    done = merge_process([*shards, "-o", "-"], stdout=write, stderr=subprocess.PIPE)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+@pytest.mark.parametrize("file", ["part1", "part2.meta.json"])
+def test_no_shard_nor_its_metadata_is_written_over(shards: list[str], file: str) -> None:
+    before = {name: Path(name).read_bytes() for name in os.listdir()}
+    for suffix in ("", ".meta.json", ".merging"):
+        if not file.endswith(suffix) or file == suffix:
+            continue
+        result = merge(*shards, "-o", file.removesuffix(suffix), "--overwrite")
+        assert result.exit_code == 2
+        assert "of the shards" in result.stderr
+    assert {name: Path(name).read_bytes() for name in os.listdir()} == before
+
+
+@pytest.mark.parametrize(
+    ("output", "code", "message"),
+    [
+        (".", 6, "is a directory"),
+        ("", 6, "is a directory"),
+        ("all.gz", 2, "outputs are not compressed"),
+        ("all.zst", 2, "outputs are not compressed"),
+    ],
+)
+def test_outputs_that_a_run_refuses_too(
+    shards: list[str], output: str, code: int, message: str
+) -> None:
+    before = sorted(os.listdir())
+    result = merge(*shards, "-o", output, "--overwrite")
+    assert result.exit_code == code
+    assert message in result.stderr
+    assert sorted(os.listdir()) == before
