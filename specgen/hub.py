@@ -7,6 +7,7 @@ safetensors where a repository has them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -152,23 +153,37 @@ def _snapshot(
     cached_only: bool = False,
     is_enough: Callable[[Path], bool] = _has_weights,
 ) -> str:
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import errors, snapshot_download
+
+    def ask(cached_only: bool) -> str:
+        try:
+            path = snapshot_download(
+                name,
+                revision=revision,
+                allow_patterns=patterns,
+                ignore_patterns=_FOLDERS,
+                local_files_only=cached_only,
+            )
+        except Exception as error:  # the client's errors have no base of their own
+            # A snapshot may lack what nobody needs. What is needed, loading finds missing by name.
+            partial = getattr(error, "snapshot_path", None)
+            if partial is None or not is_enough(Path(partial)):
+                raise
+            path = partial
+        return str(path)
 
     try:
-        path = snapshot_download(
-            name,
-            revision=revision,
-            allow_patterns=patterns,
-            ignore_patterns=_FOLDERS,
-            local_files_only=cached_only,
-        )
-    except Exception as error:  # the client's errors have no base of their own
-        # A snapshot may lack what nobody needs. What is needed, loading finds missing by name.
-        partial = getattr(error, "snapshot_path", None)
-        if partial is None or not is_enough(Path(partial)):
-            raise _explain(name, revision, error) from error
-        path = partial
-    return str(path)
+        return ask(cached_only)
+    except Exception as error:
+        # The client asks the hub which files a full commit has, and does not look into its cache
+        # when there is no answer. A hub that answers (not such a one, not for you) is believed.
+        answered = isinstance(error, errors.HfHubHTTPError)
+        if not cached_only and not answered:
+            with suppress(Exception):
+                path = ask(True)
+                if is_enough(Path(path)):
+                    return path
+        raise _explain(name, revision, error) from error
 
 
 def _without_weights(name: str, revision: str | None) -> ModelError:

@@ -163,6 +163,27 @@ def test_a_cache_that_lacks_what_nobody_needs_is_enough(hub: FakeHub, tmp_path: 
         Checkpoint.open(path)
 
 
+@pytest.mark.parametrize("revision", ["main", COMMIT])
+def test_a_cache_of_an_older_client_is_enough(hub: FakeHub, tmp_path: Path, revision: str) -> None:
+    """Files, links and a ref, and no list of what a commit has; a commit may be asked for whole."""
+    cached = tmp_path / "hub" / "models--org--head"
+    snapshot = cached / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text(COMMIT)
+    for name in ("config.json", "model.safetensors"):
+        (snapshot / name).write_bytes((hub.root / "org" / "head" / name).read_bytes())
+    calls = [["locate", "org/head", revision]]
+    for env in ({"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:9"}):
+        assert ask(hub, tmp_path, calls, **env) == [
+            (str(snapshot), ["config.json", "model.safetensors"])
+        ]
+    (snapshot / "model.safetensors").unlink()
+    ((path, text),) = ask(hub, tmp_path, calls, HF_HUB_OFFLINE="1")
+    assert path is None
+    assert "not complete in the hub's cache" in text
+
+
 @pytest.mark.parametrize("repository", ["org/bare", "org/texts", "org/pickled"])
 def test_texts_in_the_cache_are_no_model(hub: FakeHub, tmp_path: Path, repository: str) -> None:
     """Whoever looked at a tokenizer or a configuration once has its texts in the cache."""
