@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +19,12 @@ from typing import Any
 import torch
 
 from specgen.errors import ModelError
-from specgen.models.safetensors_file import StoredTensor, read_header, read_tensor
+from specgen.models.safetensors_file import (
+    StoredTensor,
+    read_header,
+    read_tensor,
+    refuse_pointer,
+)
 
 __all__ = ["Checkpoint", "TensorInfo"]
 
@@ -118,7 +125,14 @@ def _read_weight_map(index: Path) -> dict[str, str]:
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         good = all(isinstance(name, str) for name in weight_map.values()) and len(weight_map) > 0
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+    ) as error:
         raise ModelError(f'{index}: no usable "weight_map": {error!r}') from error
     if not good:
         raise ModelError(f'{index}: "weight_map" must map tensor names to file names')
@@ -153,18 +167,15 @@ def _read_headers(file: Path) -> dict[str, TensorInfo]:
 
 
 def _load_pickle(file: Path) -> dict[str, torch.Tensor]:
+    refuse_pointer(file)
     try:
-        try:
-            state: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError as error:
-            if "mmap" not in str(error):
-                raise
-            # Files of torch before 1.6 cannot be mapped.
-            state = torch.load(file, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of how old a file is: nothing that a user can act on
+            state = _unpickle(file)
     except pickle.UnpicklingError as error:
-        first_line = str(error).strip().splitlines()[0] if str(error).strip() else "bad pickle"
         raise ModelError(
-            f"{file}: refused or damaged, nothing but tensors is read from a pickle: {first_line}",
+            f"{file}: refused or damaged, nothing but tensors is read from a pickle: "
+            f"{_why_refused(error)}",
             hint="fetch it again, or convert it to safetensors on a machine that trusts it",
         ) from error
     except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
@@ -177,4 +188,25 @@ def _load_pickle(file: Path) -> dict[str, torch.Tensor]:
     for name, value in state.items():
         if not isinstance(name, str) or not isinstance(value, torch.Tensor):
             raise ModelError(f'{file}: entry "{name}" is a {type(value).__name__}, not a tensor')
-    return state
+        if value.is_meta or value.layout != torch.strided:
+            kind = "without values" if value.is_meta else f"of layout {value.layout}"
+            raise ModelError(f'{file}: entry "{name}" is a tensor {kind}: not supported')
+    # Parameters were saved as such where somebody stored a model's own, not its state.
+    return {name: value.detach() for name, value in state.items()}
+
+
+def _unpickle(file: Path) -> Any:
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except RuntimeError as error:
+        if "mmap" not in str(error):
+            raise
+        # Files of torch before 1.6 cannot be mapped.
+        return torch.load(file, map_location="cpu", weights_only=True)
+
+
+def _why_refused(error: pickle.UnpicklingError) -> str:
+    """The part of torch's text that is about the file; the rest is how to run its code."""
+    text = " ".join(str(error).split())
+    found = re.search(r"GLOBAL ([\w.]+)", text)
+    return "not a pickle of tensors" if found is None else f"it asks for {found[1]}"

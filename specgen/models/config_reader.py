@@ -50,7 +50,7 @@ class ConfigReader:
                 f"{file.absolute()}: missing",
                 hint="a model directory holds config.json and the weights",
             ) from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ModelError(f"{file}: cannot be read as JSON: {error}") from error
         if not isinstance(data, dict):
             raise ModelError(f"{file}: must hold a JSON object, got {type(data).__name__}")

@@ -19,7 +19,7 @@ import torch
 
 from specgen.errors import ModelError
 
-__all__ = ["StoredTensor", "read_header", "read_tensor"]
+__all__ = ["StoredTensor", "read_header", "read_tensor", "refuse_pointer"]
 
 _DTYPES = {
     "F64": torch.float64,
@@ -34,6 +34,7 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 _LONGEST_HEADER = 100_000_000
+_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 @dataclass(frozen=True)
@@ -48,15 +49,41 @@ class StoredTensor:
     num_bytes: int
 
 
+def refuse_pointer(file: Path) -> None:
+    """Refuse what git leaves in the place of a large file that it did not fetch.
+
+    Raises:
+        ModelError: the file is such a pointer.
+    """
+    try:
+        with open(file, "rb") as opened:
+            is_pointer = opened.read(len(_POINTER)) == _POINTER
+    except OSError:
+        return  # whoever reads it says so
+    if is_pointer:
+        raise ModelError(
+            f"{file}: holds a pointer of git-lfs, not the weights",
+            hint="fetch them: git lfs pull in the repository, or hf download",
+        )
+
+
 def read_header(file: Path) -> dict[str, StoredTensor]:
     """Every tensor of a file, by name; its values are not touched.
 
     Raises:
         ModelError: the file cannot be read, or is cut short or damaged.
     """
+    refuse_pointer(file)
     try:
         return _parse(file)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+    ) as error:
         reason = str(error) if isinstance(error, ValueError | OSError) else "damaged header"
         raise ModelError(
             f"{file}: not a complete safetensors file: {reason}",

@@ -22,6 +22,7 @@ from models.tiny import (
     save_state,
 )
 from safetensors.torch import save_file
+from torch import nn
 
 from specgen.errors import ModelError
 from specgen.kernels import select_kernels
@@ -279,6 +280,58 @@ class _RunsCode:
 
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@pytest.mark.parametrize("modern", [False, True])
+@pytest.mark.parametrize("kind", ["target", "eagle3"])
+def test_a_pickle_of_parameters_holds_their_values(
+    written: dict[str, Path], copies: Callable[[str], Path], kind: str, modern: bool
+) -> None:
+    """As some trainers save a model's own tensors: they want gradients."""
+    path = copies(kind)
+    state = load_state(path)
+    wanting = {n: nn.Parameter(t) if t.is_floating_point() else t for n, t in state.items()}
+    save_state(path, wanting, as_bin=True)
+    file = path / "pytorch_model.bin"
+    torch.save(wanting, file, _use_new_zipfile_serialization=modern)
+    if kind == "target":
+        assert same_weights(load(written["target"]), load(path))
+        return
+    model = load(written["target"], aux_layers=(2, 3, 4))
+    head = load_draft(path, model, device="cpu", kernels=KERNELS)
+    assert torch.equal(head.lm_head_weight, state["lm_head.weight"])
+    assert not head.lm_head_weight.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda tensor: tensor.to_sparse(), "layout torch.sparse_coo"),
+        (lambda tensor: tensor.to("meta"), "without values"),
+        (lambda tensor: tensor.to(torch.complex64), "expected a float type"),
+        (lambda tensor: [tensor], "is a list, not a tensor"),
+    ],
+)
+def test_a_pickle_of_tensors_that_cannot_be_read(
+    copies: Callable[[str], Path], spoil: Callable[[torch.Tensor], Any], words: str
+) -> None:
+    path = copies("target")
+    state = load_state(path)
+    name = "model.norm.weight"
+    save_state(path, state | {name: spoil(state[name])}, as_bin=True)
+    refused(lambda: load(path), "pytorch_model.bin", name, words)
+
+
+@pytest.mark.parametrize("as_bin", [False, True])
+def test_a_pointer_in_the_place_of_a_file_is_named(
+    copies: Callable[[str], Path], as_bin: bool
+) -> None:
+    path = copies("target")
+    save_state(path, load_state(path), as_bin=as_bin)
+    file = path / ("pytorch_model.bin" if as_bin else "model.safetensors")
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 9\n")
+    error = refused(lambda: load(path), file.name, "pointer of git-lfs")
+    assert "git lfs pull" in str(error.hint)
+
+
 @pytest.mark.parametrize("plain", [False, True])
 def test_a_pickle_that_runs_code_is_refused(
     copies: Callable[[str], Path], tmp_path: Path, plain: bool
