@@ -93,31 +93,53 @@ def read_transformers_config(
         rope = RopeConfig()  # the model has its own; this one only serves drafts
     # From the object: old checkpoints leave out what is their class's default.
     tokens = ConfigReader(
-        {key: getattr(config, key, None) for key in ("bos_token_id", "eos_token_id")}, reader.source
+        {key: _attribute(config, key) for key in ("bos_token_id", "eos_token_id")}, reader.source
     )
     bos_ids = tokens.ids("bos_token_id")
     return ModelConfig(
         architecture=architecture,
         backend="transformers",
         hidden_size=hidden_size,
-        intermediate_size=getattr(config, "intermediate_size", None) or 4 * hidden_size,
+        intermediate_size=_largest(config, "intermediate_size") or 4 * hidden_size,
         num_heads=num_heads,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
-        head_dim=getattr(config, "head_dim", None) or hidden_size // num_heads,
-        rms_norm_eps=getattr(config, "rms_norm_eps", None) or 1e-6,
+        num_kv_heads=_largest(config, "num_key_value_heads") or num_heads,
+        head_dim=_largest(config, "head_dim") or hidden_size // num_heads,
+        rms_norm_eps=_attribute(config, "rms_norm_eps") or 1e-6,
         vocab_size=_positive(reader, config, "vocab_size"),
         num_layers=_positive(reader, config, "num_hidden_layers"),
         max_position_embeddings=max_positions,
         rope=rope,
-        tie_word_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
+        tie_word_embeddings=bool(_attribute(config, "tie_word_embeddings")),
         dtype=parse_dtype(reader),
         bos_token_id=bos_ids[0] if bos_ids else None,
         eos_token_ids=tokens.ids("eos_token_id"),
     )
 
 
+def _attribute(config: Any, key: str) -> Any:
+    """What a configuration object says, None where it does not: some raise for what is a layer's.
+
+    Older names are mapped by the object, so that its dictionary is no substitute.
+    """
+    try:
+        return getattr(config, key, None)
+    except Exception:  # each class has errors of its own
+        return None
+
+
+def _largest(config: Any, key: str) -> int | None:
+    """A size, or the largest of a family that lists one a layer; None where there is none.
+
+    The probe measures what the layers really ask for; this bounds it.
+    """
+    value = _attribute(config, key)
+    sizes = value if isinstance(value, list | tuple) else [value]
+    good = [n for n in sizes if isinstance(n, int) and not isinstance(n, bool) and n > 0]
+    return max(good, default=None)
+
+
 def _positive(reader: ConfigReader, config: Any, key: str) -> int:
-    value = getattr(config, key, None)
+    value = _attribute(config, key)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise reader.error(key, value, "a whole number of at least 1")
     return value
@@ -162,17 +184,17 @@ def _refuse_unsupported(reader: ConfigReader, config: Any) -> None:
             hint="use a checkpoint of another family",
         )
 
-    if getattr(config, "is_encoder_decoder", False):
+    if _attribute(config, "is_encoder_decoder"):
         refuse("encoder-decoder models are")
     if config.get_text_config() is not config:
         refuse("multimodal checkpoints are")
-    if getattr(config, "num_kv_shared_layers", None):
+    if _attribute(config, "num_kv_shared_layers"):
         refuse('layers that share keys and values ("num_kv_shared_layers") are')
-    if getattr(config, "kv_lora_rank", None):
+    if _attribute(config, "kv_lora_rank"):
         refuse('multi-head latent attention ("kv_lora_rank") is')
     if config.model_type == "gpt_oss":
         refuse("attention sinks are")
-    layer_types = getattr(config, "layer_types", None) or ()
+    layer_types = _attribute(config, "layer_types") or ()
     others = sorted(set(layer_types) - set(_ATTENTION_LAYERS))
     if others:
         refuse(f'layers of type {", ".join(others)} ("layer_types") are')

@@ -266,6 +266,30 @@ def test_refused_configurations_without_a_class(tmp_path: Path) -> None:
     refused(lambda: read_model_config(tmp_path), "quantization_config", "bitsandbytes")
 
 
+def test_every_family_of_transformers_is_described_or_refused(tmp_path: Path) -> None:
+    """Sizes may be lists, one a layer, or raise when the whole model is asked for them."""
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    described, errors = [], []
+    for model_type, class_name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+        try:
+            config = AutoConfig.for_model(model_type)
+            config.architectures = [class_name]
+            config.save_pretrained(tmp_path)
+        except Exception:
+            continue  # a family that needs more than its defaults
+        try:
+            described.append(read_model_config(tmp_path))
+        except ModelError as error:
+            errors.append(error)
+        except Exception as error:
+            raise AssertionError(f"{model_type}: {error!r}") from error
+    assert min(len(described), len(errors)) > 40
+    sizes = [(c.num_kv_heads, c.head_dim, c.intermediate_size) for c in described]
+    assert all(type(size) is int and size > 0 for three in sizes for size in three)
+
+
 def test_multimodal_checkpoints_are_refused(tmp_path: Path) -> None:
     import transformers
 
