@@ -6,26 +6,32 @@
 # Without names: the first four. bench, jobs and host measure Llama-3.1-8B shapes on dummy weights.
 #
 # RESULTS: folder for records and logs (default benchmarks/results). LIMIT: seconds a part may take.
+# WORKERS: processes that share the tests.
 set -u
 cd "$(dirname "$0")/.."
 RESULTS=${RESULTS:-benchmarks/results}
 LIMIT=${LIMIT:-300}
+WORKERS=${WORKERS:-12}
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 mkdir -p "$RESULTS"
+# Compiling is what takes the time, so it is spread over the cores; an interrupt still reports.
+run_tests() {
+  log=$RESULTS/$1.log
+  timeout -s INT -k 15 "$LIMIT" python3 -W ignore -m pytest "${@:2}" -o addopts= -v --tb=short \
+    -n "$WORKERS" --dist worksteal --durations=15 -o faulthandler_timeout=60 \
+    -p no:cacheprovider > "$log" 2>&1
+  grep -E "FAILED|ERROR|^E  |passed|failed" "$log" | cut -c1-200 | tail -40
+}
+
 parts=${*:-tests kernels profile experiment}
 
 for part in $parts; do
   echo "== $part"
   started=$SECONDS
   case $part in
-    tests)  # one process: the Triton compilations of several would be repeated
-      timeout -s INT -k 15 "$LIMIT" python3 -W ignore -m pytest tests/gpu tests/models/test_host_memory.py -o addopts= -v --tb=short \
-        --durations=15 -o faulthandler_timeout=60 -p no:cacheprovider > "$RESULTS/gpu_tests.log" 2>&1
-      grep -E "FAILED|ERROR|^E  |passed|failed" "$RESULTS/gpu_tests.log" | cut -c1-200 | tail -40 ;;
+    tests) run_tests gpu_tests tests/gpu tests/models/test_host_memory.py ;;
     kernels)  # the tests that a CPU runs in Triton's interpreter, compiled
-      timeout -s INT -k 15 "$LIMIT" python3 -W ignore -m pytest tests/kernels -o addopts= -v --tb=short \
-        --durations=15 -o faulthandler_timeout=60 -p no:cacheprovider > "$RESULTS/gpu_kernel_tests.log" 2>&1
-      grep -E "FAILED|ERROR|^E  |passed|failed" "$RESULTS/gpu_kernel_tests.log" | cut -c1-200 | tail -40 ;;
+      run_tests gpu_kernel_tests tests/kernels ;;
     profile)
       timeout "$LIMIT" python3 -m benchmarks.profile_step --output-dir "$RESULTS" \
         --name profile_step_h200 | tail -30 ;;

@@ -64,17 +64,19 @@ class CudaCapture:
         self, slots: torch.Tensor, step: DecodeStep
     ) -> tuple[Callable[[], None], torch.Tensor]:
         """See :data:`StepCapture`."""
-        # All rows inert: the warm-up compiles kernels and touches no request.
-        stream = torch.cuda.Stream(self._device)
+        if not self._living:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        capture = torch.cuda.graph(graph, pool=self._pool)
+        # All rows inert: the warm-up compiles kernels and touches no request. It runs in the stream
+        # of captures: for every stream that products ran in, the library keeps a workspace for good.
+        stream = capture.capture_stream
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             step(slots)
         torch.cuda.current_stream(self._device).wait_stream(stream)
-        if not self._living:
-            self._pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=self._pool):
+            with capture:
                 record = step(slots)
         except RuntimeError as error:
             if not _is_out_of_memory(error):

@@ -201,6 +201,19 @@ def test_all_graphs_can_be_forgotten_and_made_again(models: dict[str | None, Pat
         check_rows(run_all(engine, rows), expected)
 
 
+def test_captures_leave_no_memory_behind(models: dict[str | None, Path]) -> None:
+    """Each stream that a product ran in keeps a workspace: captures share one."""
+    rows = rows_of("decode")
+    engine = build(models, None, True)
+    run_all(engine, rows)
+    held = []
+    for _ in range(6):
+        engine._pipeline.release_memory()
+        held.append(torch.cuda.memory_reserved())
+        run_all(engine, rows[:8])
+    assert max(held[1:]) <= held[1] + 2 * MIB, held
+
+
 class TightCapture(torch.cuda.graph):
     """A capture for which no memory can be had, as long as `left` is above zero."""
 
