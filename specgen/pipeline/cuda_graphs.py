@@ -69,8 +69,9 @@ class CudaCapture:
         graph = torch.cuda.CUDAGraph()
         capture = torch.cuda.graph(graph, pool=self._pool)
         # All rows inert: the warm-up compiles kernels and touches no request. It runs in the stream
-        # of captures: for every stream that products ran in, the library keeps a workspace for good.
+        # of captures, since every stream that products ran in keeps a workspace for good.
         stream = capture.capture_stream
+        assert stream is not None, "torch makes one where none is given"
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             step(slots)
