@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from specgen.config import EngineConfig, ResolvedConfig
 from specgen.doctor_finding import Finding
-from specgen.errors import SpecgenError
+from specgen.errors import SpecgenError, UsageError
 from specgen.wording import counted
 
 if TYPE_CHECKING:
@@ -52,7 +52,13 @@ def _examine(
     config: EngineConfig, lengths: Sequence[int] | None, scratch: Path
 ) -> Iterator[Finding]:
     from specgen.models.registry import read_model_config
-    from specgen.resolve import BUILTIN_DRAFT, BUILTIN_TARGET, resolve
+    from specgen.resolve import (
+        BUILTIN_DRAFT,
+        BUILTIN_TARGET,
+        check_revisions,
+        find_tokenizer,
+        resolve,
+    )
 
     model, draft = config.model, config.draft_model
     if model is None and not config.no_draft:
@@ -64,6 +70,9 @@ def _examine(
         yield Finding("target", "built-in pair", "present")
     model = model or str(BUILTIN_TARGET)
     draft = draft or (str(BUILTIN_DRAFT) if config.model is None else None)
+    _try("machine", "settings", lambda: check_revisions(config))
+    if draft is None:
+        _try("machine", "settings", lambda: _refuse_idle_overrides(config))
 
     directory = _find(
         "target", model, config.revision, scratch / "target", with_code=config.trust_remote_code
@@ -75,9 +84,11 @@ def _examine(
         lambda: read_model_config(directory, trust_remote_code=config.trust_remote_code),
     )
     yield from _facts("target", target)
+    tokenizer = _try("target", "tokenizer", lambda: find_tokenizer(config, directory))
     on_disk = replace(
         config,
         model=directory,
+        tokenizer=tokenizer,
         draft_model=None,
         revision=None,
         draft_revision=None,
@@ -113,6 +124,22 @@ def _examine(
         yield Finding("draft", "fits the target", "yes")
     counts = {name: _count(skeleton) for name, skeleton in skeletons.items()}
     yield from _memory(resolved, target, head, counts, lengths)
+
+
+def _refuse_idle_overrides(config: EngineConfig) -> None:
+    """As a run does: what a flag says of a draft is said in vain where there is none."""
+    for name in (
+        "draft_aux_layers",
+        "draft_rope_theta",
+        "draft_norm_output",
+        "draft_norm_before_residual",
+    ):
+        if getattr(config, name) is not None:
+            raise UsageError(
+                f"--{name.replace('_', '-')} needs a draft: --model without --draft-model has no "
+                "draft",
+                "give --draft-model",
+            )
 
 
 def _find(
@@ -194,16 +221,24 @@ def _tokenizer(config: ResolvedConfig) -> Iterator[Finding]:
 
 def _generation(config: ResolvedConfig) -> Iterator[Finding]:
     from specgen.resolve import generation_defaults, ignored_generation_keys
+    from specgen.sampling_params import SamplingParams
 
     def listed(values: dict[str, Any]) -> str:
         return ", ".join(f"{key}={value}" for key, value in values.items())
 
     ends = ", ".join(map(str, config.eos_token_ids)) or "none"
     yield Finding("target", "end of sequence", ends)
-    defaults = _try("target", "sampling", lambda: generation_defaults(config.model_dir))
+    try:
+        defaults = generation_defaults(config.model_dir)
+        SamplingParams(**defaults)
+    except (ValueError, SpecgenError) as error:
+        text = error.message if isinstance(error, SpecgenError) else str(error)
+        hint = "correct generation_config.json, or run with --generation-config none"
+        yield Finding("target", "sampling defaults", text, "problem", hint)
+        return
     if defaults:
         yield Finding("target", "sampling defaults", listed(defaults))
-    ignored = ignored_generation_keys(config.model_dir)
+    ignored = ignored_generation_keys(config.model_dir, config.max_model_len)
     if ignored:
         hint = "these keys of generation_config.json are not applied"
         yield Finding("target", "not applied", listed(ignored), "note", hint)

@@ -35,7 +35,7 @@ def resolve(config: EngineConfig, *, with_weights: bool = True) -> ResolvedConfi
         EnvironmentProblem: the machine lacks what was asked for.
         UsageError: flags contradict each other or the checkpoint.
     """
-    _check_revisions(config)
+    check_revisions(config)
     device = _device(config)
     with_weights = with_weights and config.load_format != "dummy"
     model_dir = str(BUILTIN_TARGET)
@@ -60,7 +60,7 @@ def resolve(config: EngineConfig, *, with_weights: bool = True) -> ResolvedConfi
     return ResolvedConfig(
         model_dir=model_dir,
         draft_dir=draft_dir if k else None,
-        tokenizer_dir=_tokenizer_dir(config, model_dir),
+        tokenizer_dir=find_tokenizer(config, model_dir),
         skip_tokenizer_init=config.skip_tokenizer_init,
         device=device,
         dtype=_dtype(config.dtype, device, model.dtype),
@@ -112,10 +112,14 @@ def generation_defaults(model_dir: str | Path) -> dict[str, Any]:
 
     Only what transformers itself would act on counts: without ``do_sample`` a checkpoint asks for
     greedy decoding only if it says so in words (``do_sample: false``).
+
+    Raises:
+        ModelError: the file is no JSON object, or ``do_sample`` is neither true nor false.
     """
-    data = _read_json(Path(model_dir) / "generation_config.json")
+    file = Path(model_dir) / "generation_config.json"
+    data = _read_json(file)
     out: dict[str, Any] = {}
-    if data.get("do_sample") is False:
+    if not ConfigReader(data, str(file)).flag("do_sample", True):
         out["temperature"] = 0.0
     for key in ("temperature", "top_p", "top_k"):
         if data.get(key) is not None:
@@ -143,6 +147,7 @@ _NOT_APPLIED: dict[str, tuple[Any, ...]] = {
     "min_p": (0,),
     "no_repeat_ngram_size": (0,),
     "num_beams": (1,),
+    "num_return_sequences": (1,),
     "penalty_alpha": (0,),
     "repetition_penalty": (1,),
     "sequence_bias": ({}, []),
@@ -154,14 +159,26 @@ _NOT_APPLIED: dict[str, tuple[Any, ...]] = {
 }
 
 
-def ignored_generation_keys(model_dir: str | Path) -> dict[str, Any]:
-    """What ``generation_config.json`` asks for that is not applied, by its own names."""
+def ignored_generation_keys(model_dir: str | Path, max_model_len: int) -> dict[str, Any]:
+    """What ``generation_config.json`` asks for that is not applied, by its own names.
+
+    Args:
+        model_dir: the checkpoint's directory.
+        max_model_len: what prompt and completion may have together anyway; a ``max_length`` from
+            there on asks for nothing, nor does one beside ``max_new_tokens``, as in transformers.
+    """
     data = _read_json(Path(model_dir) / "generation_config.json")
-    return {
+    ignored = {
         key: data[key]
         for key, neutral in _NOT_APPLIED.items()
         if data.get(key) is not None and data[key] not in neutral
     }
+    longest = data.get("max_length")
+    if longest is not None and data.get("max_new_tokens") is None:
+        is_number = isinstance(longest, int | float) and not isinstance(longest, bool)
+        if not is_number or longest < max_model_len:
+            ignored["max_length"] = longest
+    return ignored
 
 
 def _locate(name: str, config: EngineConfig, revision: str | None, with_weights: bool) -> str:
@@ -169,8 +186,12 @@ def _locate(name: str, config: EngineConfig, revision: str | None, with_weights:
     return locate(name, revision, with_code=with_code, with_weights=with_weights)
 
 
-def _tokenizer_dir(config: EngineConfig, model_dir: str) -> str:
-    """A tokenizer of another repository than the model's is not of the model's revision."""
+def find_tokenizer(config: EngineConfig, model_dir: str) -> str:
+    """Directory of the tokenizer; one of another repository is not of the model's revision.
+
+    Raises:
+        ModelError: it cannot be found.
+    """
     if config.tokenizer is None:
         return model_dir
     alone = config.tokenizer == config.model or not is_hub_id(config.model or "")
@@ -178,8 +199,12 @@ def _tokenizer_dir(config: EngineConfig, model_dir: str) -> str:
     return _locate(config.tokenizer, config, revision, with_weights=False)
 
 
-def _check_revisions(config: EngineConfig) -> None:
-    """A revision belongs to something that comes from the hub."""
+def check_revisions(config: EngineConfig) -> None:
+    """Refuse a revision of nothing that comes from the hub.
+
+    Raises:
+        UsageError: naming the flag.
+    """
     for flag, revision, model_flag, names in (
         ("--revision", config.revision, "--model", (config.model, config.tokenizer)),
         ("--draft-revision", config.draft_revision, "--draft-model", (config.draft_model,)),
@@ -235,7 +260,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path}: cannot be read as JSON: {error}") from error
     if not isinstance(data, dict):
         raise ModelError(f"{path}: must hold a JSON object, got {type(data).__name__}")

@@ -204,6 +204,39 @@ def test_what_a_generation_config_asks_is_said(pair: tuple[Path, Path], tmp_path
     assert found["target", "end of sequence"].value == "2, 3"
 
 
+@pytest.mark.parametrize(
+    "asked", [{"temperature": "0.7"}, {"top_p": 0}, {"do_sample": "no"}, {"max_new_tokens": 0}]
+)
+def test_sampling_that_a_run_refuses_is_a_problem(
+    pair: tuple[Path, Path], tmp_path: Path, asked: dict[str, Any]
+) -> None:
+    model = Path(shutil.copytree(pair[0], tmp_path / "m"))
+    (model / "generation_config.json").write_text(json.dumps(asked))
+    finding = look(model)[("target", "sampling defaults")]
+    assert finding.status == "problem"
+    assert "must be" in finding.value
+    assert "--generation-config none" in str(finding.hint)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"revision": "v1"},
+        {"draft_revision": "v1"},
+        {"draft_aux_layers": (1, 2, 3)},
+        {"draft_rope_theta": 1e6},
+        {"draft_norm_output": False},
+        {"draft_norm_before_residual": True},
+    ],
+)
+def test_flags_that_a_run_refuses_are_a_problem(
+    pair: tuple[Path, Path], flags: dict[str, Any]
+) -> None:
+    finding = look(pair[0], **flags)[("machine", "settings")]
+    assert finding.status == "problem"
+    assert "--" + next(iter(flags)).replace("_", "-") in finding.value
+
+
 def test_a_tokenizer_of_another_vocabulary(pair: tuple[Path, Path], tmp_path: Path) -> None:
     write_tokenizer(tmp_path, 78)
     assert look(pair[0], tokenizer=str(tmp_path))["target", "tokenizer"].status == "ok"

@@ -252,6 +252,16 @@ def test_a_revision_is_the_models_before_the_tokenizers(hub: FakeHub, tmp_path: 
     assert done.returncode == 0, done.stderr
 
 
+def test_doctor_takes_the_tokenizer_at_its_revision(hub: FakeHub, tmp_path: Path) -> None:
+    target = make_llama(tmp_path / "target")
+    args = ["doctor", "--model", str(target), "--tokenizer", "org/texts", "--device", "cpu"]
+    done = specgen_command(hub, tmp_path, *args, "--revision", "v9")
+    assert done.returncode == 5
+    assert "org/texts: has no revision 'v9'" in done.stdout
+    done = specgen_command(hub, tmp_path, *args)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_doctor_reads_headers_alone(hub: FakeHub, tmp_path: Path) -> None:
     def doctor(model: str, draft: str) -> tuple[int, str]:
         done = subprocess.run(

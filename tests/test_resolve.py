@@ -165,5 +165,39 @@ def test_what_a_generation_config_asks_in_vain(tmp_path: Path) -> None:
         "transformers_version": "5.0",
     }
     model = write_model(tmp_path, stored)
-    assert ignored_generation_keys(model) == {"repetition_penalty": 1.05, "suppress_tokens": [5]}
-    assert ignored_generation_keys(write_model(tmp_path / "other")) == {}
+    asked = {"repetition_penalty": 1.05, "suppress_tokens": [5]}
+    assert ignored_generation_keys(model, 256) == asked
+    assert ignored_generation_keys(write_model(tmp_path / "other"), 256) == {}
+
+
+@pytest.mark.parametrize(
+    ("stored", "named"),
+    [
+        ({"max_length": 255}, True),
+        ({"max_length": 256}, False),  # as long as any row can be
+        ({"max_length": 20, "max_new_tokens": 9}, False),  # the second counts
+        ({"max_length": "20"}, True),
+        ({"num_return_sequences": 3}, True),
+        ({"num_return_sequences": 1}, False),
+    ],
+)
+def test_lengths_and_numbers_of_texts_that_are_not_applied(
+    tmp_path: Path, stored: dict[str, Any], named: bool
+) -> None:
+    ignored = ignored_generation_keys(write_model(tmp_path, stored), 256)
+    assert ignored == ({next(iter(stored)): next(iter(stored.values()))} if named else {})
+
+
+@pytest.mark.parametrize("value", ["false", 0, 1, [], {}])
+def test_a_choice_of_greedy_decoding_that_is_no_boolean(tmp_path: Path, value: Any) -> None:
+    model = write_model(tmp_path, {"do_sample": value})
+    with pytest.raises(ModelError, match=r'generation_config\.json: "do_sample" must be true or'):
+        generation_defaults(model)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_json_of_a_thousand_levels_is_refused(tmp_path: Path, name: str) -> None:
+    model = write_model(tmp_path)
+    (tmp_path / name).write_text("[" * 100_000)
+    with pytest.raises(ModelError, match="cannot be read as JSON"):
+        resolve(EngineConfig(model=model, device="cpu"))

@@ -294,7 +294,7 @@ def _settings(options: RunOptions, engine: Engine, sampling: SamplingParams) -> 
     described = engine.describe()
     ignored: dict[str, Any] = {}
     if options.config.generation_config == "auto":
-        ignored = ignored_generation_keys(described["model_dir"])
+        ignored = ignored_generation_keys(described["model_dir"], described["max_model_len"])
     return {
         **described,
         "generation_config": options.config.generation_config,
