@@ -363,6 +363,7 @@ def _judge_kernel(
         at = b * tl.num_programs(1)
         tl.store(score_ptr + at + part, best)
         tl.store(token_ptr + at + part, drawn)
+        tl.debug_barrier()  # whichever threads stored
         # Releases these two to the last program to come, which thereby acquires those of all.
         num_before = tl.atomic_add(finished_ptr + b, 1, sem="acq_rel")
         writes = num_before == tl.num_programs(1) - 1
