@@ -104,15 +104,23 @@ def _sliding_window(reader: ConfigReader, target: ModelConfig) -> int:
 
     Qwen configurations have a switch, which is off where it is absent.
     """
-    window = reader.get("sliding_window")
     layer_types = reader.get("layer_types")
-    if window is None or (layer_types is not None and "sliding_attention" not in layer_types):
+    if reader.get("sliding_window") is None:
         return 0
     has_switch = str(reader.get("model_type") or "").startswith("qwen") and layer_types is None
     if not reader.flag("use_sliding_window", not has_switch):
         return 0
+    if layer_types is not None:
+        # A list copied from a target names every layer of it: of use where all are of one kind.
+        kinds = set(map(str, layer_types)) if isinstance(layer_types, list) else set()
+        if len(kinds) != 1 or not kinds <= {"full_attention", "sliding_attention"}:
+            raise reader.error(
+                "layer_types", layer_types, '["full_attention"] or ["sliding_attention"]'
+            )
+        if "full_attention" in kinds:
+            return 0
     window = reader.positive_int("sliding_window")
-    return 0 if window >= target.max_position_embeddings else window
+    return 0 if window >= target.longest_context else window
 
 
 def parse_vocab_size(reader: ConfigReader, target: ModelConfig) -> int:

@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from specgen.errors import EnvironmentProblem
 from specgen.models.rope_config import RopeConfig
 
 __all__ = ["TABLE_MARGIN", "build_cos_sin", "inverse_frequencies", "rope_note"]
@@ -77,13 +78,26 @@ def build_cos_sin(
         device: where the table goes.
 
     Returns:
-        float32 ``[num_positions, head_dim]``: first half cosines, second half sines.
+        float32 ``[num_positions, head_dim]``: first half cosines, second half sines. On the meta
+        device no angle is made.
+
+    Raises:
+        EnvironmentProblem: there is no memory for so many positions.
     """
+    if torch.device(device).type == "meta":
+        return torch.empty(num_positions, head_dim, device=device)
     max_model_len = max(num_positions - TABLE_MARGIN, 1)
     # Angles are made on the CPU: a table must not depend on the device that uses it.
-    positions = torch.arange(num_positions, dtype=torch.float32)
-    angles = positions[:, None] * inverse_frequencies(rope, head_dim, max_model_len)
-    table = torch.cat((angles.cos(), angles.sin()), dim=-1) * rope.attention_factor
+    try:
+        positions = torch.arange(num_positions, dtype=torch.float32)
+        angles = positions[:, None] * inverse_frequencies(rope, head_dim, max_model_len)
+        table = torch.cat((angles.cos(), angles.sin()), dim=-1) * rope.attention_factor
+    except (RuntimeError, MemoryError) as error:
+        if "allocate" not in str(error):
+            raise
+        raise EnvironmentProblem(
+            f"no memory for the rope of {max_model_len} positions", "give a lower --max-model-len"
+        ) from error
     return table.to(device)
 
 

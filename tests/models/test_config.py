@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from specgen.errors import ModelError
+from specgen.errors import EnvironmentProblem, ModelError
 from specgen.models.config import ConfigReader, ModelConfig, RopeConfig, parse_model_config
 from specgen.models.registry import FAMILIES, find_family, read_model_config
 from specgen.models.rotary import build_cos_sin, inverse_frequencies
@@ -327,3 +327,10 @@ def test_reads_from_a_directory(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     with pytest.raises(ModelError, match=r'config\.json: "hidden_size" is missing'):
         read_model_config(tmp_path)
+
+
+def test_a_rope_of_too_many_positions_is_refused_where_it_is_made() -> None:
+    with pytest.raises(EnvironmentProblem, match="no memory for the rope") as caught:
+        build_cos_sin(RopeConfig(), 128, 10**14, "cpu")
+    assert "--max-model-len" in str(caught.value.hint)
+    assert build_cos_sin(RopeConfig(), 128, 10**14, "meta").shape == (10**14, 128)

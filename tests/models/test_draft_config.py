@@ -229,8 +229,29 @@ def test_windows() -> None:
         {"sliding_window": 5, "use_sliding_window": False},
         {"sliding_window": 5, "model_type": "qwen3"},
         {"sliding_window": None},
+        {"sliding_window": None, "layer_types": ["full_attention", "sliding_attention"]},
+        {"sliding_window": 5, "layer_types": ["full_attention"] * 32},
     ):
         assert eagle3(**keys).sliding_window == 0
+    for kinds in (
+        ["full_attention", "sliding_attention"],
+        ["chunked_attention"],
+        [["sliding_attention"]],
+        "sliding_attention",
+        [],
+    ):
+        with pytest.raises(ModelError, match='"layer_types" must be'):
+            eagle3(sliding_window=5, layer_types=kinds)
+
+
+def test_a_window_matters_up_to_where_a_rope_carries_the_target() -> None:
+    """--max-model-len may go past the target's positions."""
+    scaled = target(rope=RopeConfig(rope_type="linear", factor=2.0))
+    assert scaled.longest_context == 8192
+    for window, kept in ((4096, 4096), (8191, 8191), (8192, 0)):
+        reader = ConfigReader(HEAD | {"sliding_window": window}, "head/config.json")
+        source = DraftSource(layout="eagle3", origin="official", reader=reader, tensors=None)
+        assert parse_eagle3_config(source, scaled, DraftOverrides()).sliding_window == kept
 
 
 def test_rope_of_a_head_is_its_own() -> None:
