@@ -53,4 +53,4 @@ class FakeEngine:
         return RequestOutput(row, (1, 2), tuple(choices), None)
 
     def describe(self) -> dict[str, Any]:
-        return {"model_dir": "fake", "num_speculative_tokens": 3}
+        return {"model_dir": "fake", "max_model_len": 1024, "num_speculative_tokens": 3}
