@@ -157,12 +157,14 @@ class TextDisplay:
     def __init__(self, stream: TextIO) -> None:
         from rich.console import Console
 
-        self._console: Console = Console(file=stream, highlight=False, soft_wrap=True)
+        self._console: Console = Console(
+            file=stream, highlight=False, markup=False, emoji=False, soft_wrap=True
+        )
         self._total: int | None = None
         self._num_warnings = 0
 
     def _say(self, text: str) -> None:
-        self._console.print(printable(text), markup=False)
+        self._console.print(printable(text))
 
     def start(self, settings: Mapping[str, Any], total: int | None) -> None:
         """Print the settings, one a line."""
@@ -244,7 +246,7 @@ class JsonDisplay(PlainDisplay):
         self._stream = stream
 
     def _event(self, event: str, **fields: Any) -> None:
-        text = json.dumps({"event": event, **fields}, ensure_ascii=False, default=str)
+        text = json.dumps({"event": event, **fields}, default=str)
         self._stream.write(text + "\n")
         self._stream.flush()
 

@@ -191,6 +191,20 @@ def test_what_a_row_holds_does_nothing_to_terminal_or_log(
     )
 
 
+@pytest.mark.parametrize("kind", [TextDisplay, PlainDisplay, RichDisplay, JsonDisplay])
+@pytest.mark.parametrize("text", ["in.jsonl:100: x", ":smile: :1234:", "[bold]b[/bold]", "[/] [x"])
+def test_text_is_shown_as_it_is(kind: Any, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither emoji codes (line 100 of a file is one) nor markup mean anything here."""
+    monkeypatch.setenv("COLUMNS", "200")
+    stream = io.StringIO()
+    display = kind(stream)
+    display.start({"setting": text}, 1)
+    display.warn(text, text)
+    display.note(text)
+    display.close()
+    assert stream.getvalue().count(text) == 4, stream.getvalue()
+
+
 def test_summary_without_speculation_and_without_rows() -> None:
     stream = io.StringIO()
     TextDisplay(stream).summary(RunStats(), 0.0)

@@ -39,7 +39,7 @@ def stats(outputs: tuple[str, ...], as_json: bool, lowest: int) -> int:
     if as_json:
         click.echo(json.dumps(found.to_dict(), indent=2))
         return ExitCode.OK
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False, emoji=False)
     try:
         for table in output_tables(found, console):
             console.print(table)
