@@ -102,6 +102,15 @@ class Interrupts:
             self._raised = True
             raise StopRun(self._signum)
 
+    def check(self) -> None:
+        """Raise again if a signal came and the run goes on all the same.
+
+        A `StopRun` is lost where Python calls code that cannot raise: in finalizers and in some
+        callbacks of C. Must not be called once the run has been stopped.
+        """
+        if self._signum is not None and not self._depth:
+            raise StopRun(self._signum)
+
     @contextmanager
     def held(self) -> Iterator[None]:
         """Let the block finish before a signal takes effect."""

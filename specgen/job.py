@@ -142,6 +142,7 @@ class Job:
         """
         self.stats.restart_clock()
         try:
+            self.interrupts.check()
             for output in engine.generate(_GoodRows(self, iter(rows), ready)):
                 self._accept(output)
         except (OutputError, BrokenPipeError):
@@ -172,6 +173,7 @@ class Job:
             self.writer.write(self.formatter(output))
             self.stats.add(output)
             self._last = output
+        self.interrupts.check()
         if output.error is not None:
             self.display.warn(error_message(output), hint_for(output.error.code))
         self._watch_draft()

@@ -53,6 +53,26 @@ def test_it_stops_only_once() -> None:
             pass  # last words may be written
 
 
+class _Finalized:
+    """Python calls `__del__` and throws away what it raises."""
+
+    def __del__(self) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_stop_that_is_lost_comes_again() -> None:
+    with Interrupts() as interrupts:
+        interrupts.check()
+        _Finalized()
+        with interrupts.held():
+            interrupts.check()  # not here
+        with pytest.raises(StopRun) as stop:
+            interrupts.check()
+    assert stop.value.exit_code == 143
+
+
 def test_an_error_inside_a_held_block_is_not_hidden() -> None:
     def work(interrupts: Interrupts) -> None:
         with interrupts.held():

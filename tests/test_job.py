@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import signal
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +13,7 @@ from fake_engine import FakeEngine
 
 from specgen.display import QuietDisplay
 from specgen.errors import InputError, OutputError
-from specgen.interrupts import Interrupts
+from specgen.interrupts import Interrupts, StopRun
 from specgen.job import Job
 from specgen.pipeline.request import ChoiceOutput, PromptRow, RequestOutput
 from specgen.request_io.reader import ReadOptions, read_rows
@@ -153,6 +156,32 @@ def test_a_row_is_counted_only_when_it_is_written(data: Path) -> None:
         job.run(FakeEngine(), read_rows([str(data)], ReadOptions()))
     assert job.stats.rows_done == 0
     assert display.advanced == []
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("lost_at", ["start", "row"])
+def test_a_stop_that_python_threw_away_still_stops(data: Path, lost_at: str) -> None:
+    class Finalized:
+        def __del__(self) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(5)
+
+    class Losing(FakeEngine):
+        def _finish(self, row: PromptRow) -> RequestOutput:
+            if lost_at == "row":
+                Finalized()
+            return super()._finish(row)
+
+    job, writer, _ = make_job()
+    with job.interrupts:
+        if lost_at == "start":
+            Finalized()
+        with pytest.raises(StopRun) as stop:
+            job.run(Losing(), read_rows([str(data)], ReadOptions()))
+    assert stop.value.exit_code == 143
+    # What was finished then is written, and nothing after it.
+    indices = [r["index"] for r in writer.records]
+    assert indices == ([] if lost_at == "start" else [1, 3])
 
 
 def test_a_useless_draft_is_named_once(tmp_path: Path) -> None:
