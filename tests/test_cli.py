@@ -227,6 +227,7 @@ USAGE = [
         (["run", "in.jsonl", flag, "a\udcff"], 2, f"{flag}: a\ufffd is not UTF-8")
         for flag in ("--stop", "--system-prompt", "--prompt-field", "--id-field")
     ),
+    (["run", "in.jsonl", "--chat-template", "{{a}}\udcff"], 2, "--chat-template: {{a}}\ufffd is"),
     (["run", "in.jsonl", "-o", ""], 6, "is a directory"),
     (["run", "in.jsonl", "-o", "new/"], 6, "is a directory"),
     (

@@ -127,8 +127,10 @@ def read_options(flags: dict[str, Any], sampling: SamplingParams) -> ReadOptions
 
 def _check_text(flags: dict[str, Any]) -> None:
     """Refuse text that is no UTF-8: no input holds such a key, and no model reads such a prompt."""
-    for name in ("prompt_field", "id_field", "system_prompt", "stop"):
+    for name in ("prompt_field", "id_field", "system_prompt", "stop", "chat_template"):
         values = flags.get(name) or ()
+        if name == "chat_template" and "{" not in values:
+            continue  # the name of a file
         for value in (values,) if isinstance(values, str) else values:
             if legible(value) != value:
                 raise UsageError(f"--{name.replace('_', '-')}: {legible(value)} is not UTF-8")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import select
 from collections.abc import Callable
 from typing import Any, BinaryIO, cast
 
@@ -35,7 +36,16 @@ def write_all(fd: int, data: bytes) -> None:
     """Write everything, however little the system takes at a time."""
     view = memoryview(data)
     while view:
-        view = view[os.write(fd, view) :]
+        try:
+            view = view[os.write(fd, view) :]
+        except BlockingIOError:  # a full pipe that another program has set not to block
+            _wait_until_writable(fd)
+
+
+def _wait_until_writable(fd: int) -> None:
+    poll = select.poll()
+    poll.register(fd, select.POLLOUT)
+    poll.poll()
 
 
 class _LineSink(io.RawIOBase):

@@ -16,7 +16,7 @@ from typing import Any
 from specgen.errors import InputError, OutputError, UsageError
 from specgen.request_io.file_writer import write_json
 from specgen.request_io.fingerprint import differences
-from specgen.request_io.lines import write_failed
+from specgen.request_io.lines import write_all, write_failed
 from specgen.request_io.partial import LineReader, RowIndex, scan
 from specgen.request_io.place import Stream, beside, check_apart, find_place
 from specgen.request_io.shard import Shard
@@ -194,14 +194,28 @@ def _lines(
 
 
 def _write_stream(stream: Stream, lines: Iterable[bytes]) -> None:
-    if stream.fd is None:
-        if sys.stdout is None:
-            raise OutputError("<stdout>: is closed", "give -o FILE")
-        sys.stdout.buffer.writelines(lines)
-        sys.stdout.buffer.flush()
-    else:
-        with open(stream.fd, "wb", buffering=_COPY_BYTES, closefd=stream.owned) as file:
-            file.writelines(lines)
+    if stream.fd is None and sys.stdout is None:
+        raise OutputError("<stdout>: is closed", "give -o FILE")
+    fd = sys.stdout.fileno() if stream.fd is None else stream.fd
+    try:
+        for block in _blocks(lines):
+            write_all(fd, block)
+    finally:
+        if stream.owned:
+            os.close(fd)
+
+
+def _blocks(lines: Iterable[bytes]) -> Iterator[bytes]:
+    """The same bytes in pieces of some `_COPY_BYTES`."""
+    held: list[bytes] = []
+    size = 0
+    for line in lines:
+        held.append(line)
+        size += len(line)
+        if size >= _COPY_BYTES:
+            yield b"".join(held)
+            held, size = [], 0
+    yield b"".join(held)
 
 
 def _write_file(target: Path, parts: Sequence[_Part], lines: Iterable[bytes]) -> None:

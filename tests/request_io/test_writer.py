@@ -325,3 +325,39 @@ def test_a_reader_that_left_is_a_closed_pipe(tmp_path: Path) -> None:
     with pytest.raises(BrokenPipeError):
         writer.write(record(0))
     os.close(write)
+
+
+def test_a_pipe_that_does_not_block_gets_every_byte() -> None:
+    """Other programs set that on a pipe they share, and then a full one takes nothing for now."""
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    received = bytearray()
+
+    def drain() -> None:
+        while chunk := os.read(read, 1000):
+            received.extend(chunk)
+
+    writer = open_writer(f"/dev/fd/{write}")
+    thread = threading.Thread(target=drain)
+    timer = threading.Timer(0.3, thread.start)  # once it is full
+    timer.start()
+    records = [record(index, 50_000) for index in range(4)]
+    for item in records:
+        writer.write(item)
+    os.close(write)
+    timer.join()
+    thread.join()
+    os.close(read)
+    assert [json.loads(line) for line in received.splitlines()] == records
+
+
+def test_a_reader_that_leaves_a_full_pipe_is_noticed() -> None:
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    writer = open_writer(f"/dev/fd/{write}")
+    timer = threading.Timer(0.3, os.close, [read])
+    timer.start()
+    with pytest.raises(BrokenPipeError):
+        writer.write(record(0, 500_000))
+    timer.join()
+    os.close(write)
