@@ -19,7 +19,7 @@ from specgen.models.transformers_attention import ATTENTION_NAME, PROBE_NAME, Pa
 if TYPE_CHECKING:
     from specgen.models.transformers_target import TransformersTarget
 
-__all__ = ["ProbeFacts", "probe"]
+__all__ = ["ProbeFacts", "entering_stream", "leaving_stream", "probe"]
 
 _BLOCK_SIZE = 16
 _LONGEST = 96  # tokens of the longer prompt; windows beyond are not reached
@@ -38,6 +38,18 @@ class ProbeFacts:
     head_dim: int
     blocks: Sequence[nn.Module]
     """The model's layers, in order."""
+    has_one_stream: bool
+    """Whether each layer takes and leaves one vector a token, so that there are features."""
+
+
+def entering_stream(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a layer that was called so takes for hidden states, ``[1, T, H]`` as a rule."""
+    return args[0] if args else kwargs.get("hidden_states")
+
+
+def leaving_stream(out: Any) -> Any:
+    """The hidden states in what a layer returned."""
+    return out[0] if isinstance(out, tuple) else out
 
 
 class _LazyCaches(Sequence[KVCache]):
@@ -113,8 +125,21 @@ def probe(target: TransformersTarget, held: PagedPass) -> ProbeFacts:
     _compare(held, packed, apart, "two prompts in one pass differ from the same two apart")
     _compare(held, again, ends, "single steps differ from a pass over the whole prompt")
     _compare_eager(target, held, prompts, packed)
-    by_layer = {call.layer: call.module for call in calls}
-    return ProbeFacts(num_kv_heads, head_dim, _find_blocks(target.model, by_layer, held))
+    blocks = _find_blocks(target.model, {call.layer: call.module for call in calls}, held)
+    streams: list[Any] = []
+
+    def watch(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        streams.extend((entering_stream(args, kwargs), leaving_stream(out)))
+
+    hooks = [block.register_forward_hook(watch, with_kwargs=True) for block in blocks]
+    try:
+        run([(1, 0, lengths[1])])
+    finally:
+        for hook in hooks:
+            hook.remove()
+    shape = (1, lengths[1], target.embed_weight.shape[1])
+    has_one_stream = all(isinstance(s, torch.Tensor) and s.shape == shape for s in streams)
+    return ProbeFacts(num_kv_heads, head_dim, blocks, has_one_stream)
 
 
 def _uses_windows(target: TransformersTarget) -> bool:

@@ -24,7 +24,12 @@ from specgen.models.dummy import fill_dummy
 from specgen.models.rotary import TABLE_MARGIN, build_cos_sin
 from specgen.models.transformers_attention import ATTENTION_NAME, PagedPass, register_attention
 from specgen.models.transformers_config import causal_class, load_auto_config
-from specgen.models.transformers_probe import ProbeFacts, probe
+from specgen.models.transformers_probe import (
+    ProbeFacts,
+    entering_stream,
+    leaving_stream,
+    probe,
+)
 from specgen.models.transformers_weights import fill_from_checkpoint
 
 if TYPE_CHECKING:
@@ -193,6 +198,12 @@ class TransformersTarget(nn.Module):
         self._head: tuple[Any, ...] = (head,)
         facts = _probe(self, self._pass)
         self.num_kv_heads, self.head_dim = facts.num_kv_heads, facts.head_dim
+        if aux_layers and not facts.has_one_stream:
+            raise ModelError(
+                f"{self._pass.name}: its layers do not pass one vector a token on, so that it has "
+                "no auxiliary features for an EAGLE-3 head",
+                hint="use an EAGLE-1 head, or none",
+            )
         self._watch(facts.blocks)
 
     @property
@@ -269,14 +280,12 @@ class TransformersTarget(nn.Module):
 
         def entering(boundary: int) -> Any:
             def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                stream = args[0] if args else kwargs["hidden_states"]
-                self._streams[boundary] = stream[0]
+                self._streams[boundary] = entering_stream(args, kwargs)[0]
 
             return hook
 
         def leaving(_: nn.Module, __: tuple[Any, ...], out: Any) -> None:
-            stream = out[0] if isinstance(out, tuple) else out
-            self._streams[self.num_layers] = stream[0]
+            self._streams[self.num_layers] = leaving_stream(out)[0]
 
         for boundary in self.aux_layers:
             if boundary == self.num_layers:

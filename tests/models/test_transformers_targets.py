@@ -322,6 +322,27 @@ def test_two_attention_calls_in_a_layer_are_refused(tmp_path: Path) -> None:
     refused(lambda: load(tmp_path), "8 attention calls", "4 layers")
 
 
+def test_layers_of_several_streams_have_no_auxiliary_features(tmp_path: Path) -> None:
+    """The target runs, and so would an EAGLE-1 head."""
+    import transformers
+
+    sizes = {key: value for key, value in SMALL.items() if key != "num_hidden_layers"}
+    config = transformers.Gemma3nTextConfig(
+        **sizes,
+        num_hidden_layers=4,
+        num_kv_shared_layers=0,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        vocab_size_per_layer_input=SIZES["vocab_size"],
+        hidden_size_per_layer_input=8,
+        laurel_rank=4,
+        activation_sparsity_pattern=[0.0] * 4,
+    )
+    model: Any = transformers.Gemma3nForCausalLM(config)
+    model.save_pretrained(tmp_path)
+    assert load(tmp_path).aux_layers == ()
+    refused(lambda: load(tmp_path, aux_layers=(1, 2, 3)), "one vector a token", "EAGLE-3")
+
+
 def _keep_own_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """As families do that only log a warning: the name that was set is not looked at."""
     from transformers.models.olmo2 import modeling_olmo2 as module
