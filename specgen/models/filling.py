@@ -6,7 +6,8 @@ fits, all of it checked from the file headers before any weight is read.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 import torch
 
@@ -20,11 +21,28 @@ __all__ = [
     "check_tensors",
     "fill_tensors",
     "named_dtype",
+    "refuse_quantized",
 ]
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # Rope frequencies that old checkpoints store; they follow from the configuration.
 _DERIVED_SUFFIX = "rotary_emb.inv_freq"
+# What GPTQ, AWQ, FP8, compressed-tensors, bitsandbytes and MLX store beside or instead of weights.
+_QUANTIZED_SUFFIXES = (
+    ".SCB",
+    ".absmax",
+    ".biases",
+    ".g_idx",
+    ".input_scale",
+    ".qweight",
+    ".qzeros",
+    ".quant_map",
+    ".scales",
+    ".weight_packed",
+    ".weight_scale",
+    ".weight_scale_inv",
+    ".weight_zero_point",
+)
 
 
 def named_dtype(dtype: torch.dtype | str) -> torch.dtype:
@@ -54,6 +72,7 @@ def check_tensors(
         for name in tensors
         if name not in slots and name not in spare and not name.endswith(_DERIVED_SUFFIX)
     ]
+    refuse_quantized(checkpoint.path, extra)
     if missing:
         hint = "the checkpoint is incomplete, or its config.json is of another model"
         if extra:
@@ -67,6 +86,24 @@ def check_tensors(
         )
     for name, slot in slots.items():
         check_shape(name, tensors[name], tuple(slot.shape))
+
+
+def refuse_quantized(path: Path, names: Iterable[str]) -> None:
+    """Name a quantized checkpoint whose configuration does not say so.
+
+    Args:
+        path: its directory.
+        names: tensors that the model has no use for.
+
+    Raises:
+        ModelError: one of them is a part of quantized weights.
+    """
+    name = next((name for name in names if name.endswith(_QUANTIZED_SUFFIXES)), None)
+    if name is not None:
+        raise ModelError(
+            f'{path}: tensor "{name}" belongs to quantized weights, which are not supported',
+            hint="use the unquantized checkpoint (float32, bfloat16 or float16)",
+        )
 
 
 def check_shape(name: str, info: TensorInfo, shape: tuple[int, ...]) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from specgen.errors import ModelError
 from specgen.models.checkpoint import Checkpoint
-from specgen.models.filling import FLOATS, check_narrowed
+from specgen.models.filling import FLOATS, check_narrowed, refuse_quantized
 
 __all__ = ["fill_from_checkpoint"]
 
@@ -107,6 +107,7 @@ def fill_from_checkpoint(
 
 
 def _check_report(path: str | Path, report: dict[str, Any]) -> None:
+    refuse_quantized(Path(path), sorted(report.get("unexpected_keys") or ()))
     mismatched = sorted(report.get("mismatched_keys") or ())
     if mismatched:
         name, stored, expected = mismatched[0]

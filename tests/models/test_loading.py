@@ -395,6 +395,30 @@ def test_quantized_tensor(copies: Callable[[str], Path]) -> None:
     refused(lambda: load(path), '"model.norm.weight"', "int8", "float")
 
 
+@pytest.mark.parametrize(
+    "suffix", ["qweight", "weight_packed", "weight_scale", "weight_scale_inv", "scales", "SCB"]
+)
+@pytest.mark.parametrize("kind", ["target", "eagle3", "olmo2"])
+def test_quantized_weights_that_no_configuration_tells_of(
+    written: dict[str, Path], tmp_path: Path, kind: str, suffix: str
+) -> None:
+    """Instead of the weight (GPTQ, AWQ, packed) or beside it (FP8, bitsandbytes)."""
+    if kind == "olmo2":
+        path = make_target(tmp_path / "t", "olmo2", num_hidden_layers=2)
+    else:
+        path = Path(shutil.copytree(written[kind], tmp_path / kind))
+    state = load_state(path)
+    name = next(n for n in state if n.endswith("mlp.up_proj.weight"))
+    if suffix in ("qweight", "weight_packed"):
+        del state[name]
+    save_state(path, state | {name.replace("weight", suffix): torch.ones(2, dtype=torch.int32)})
+    words = (suffix, "quantized weights, which are not supported")
+    if kind == "eagle3":
+        only_loaded(path, written["target"], *words)
+    else:
+        refused(lambda: load(path), *words)
+
+
 def test_values_beyond_float16(copies: Callable[[str], Path]) -> None:
     path = change(copies("target"), model__norm__weight=torch.full((32,), 1e5))
     assert load(path).dtype == torch.float32
