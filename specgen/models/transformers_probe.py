@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from specgen.errors import ModelError
 from specgen.models.attention import AttentionMetadata, KVCache
 from specgen.models.transformers_attention import ATTENTION_NAME, PROBE_NAME, PagedPass
 
@@ -76,7 +77,8 @@ def probe(target: TransformersTarget, held: PagedPass) -> ProbeFacts:
     """Run two prompts packed, apart, in decode form, and with the model's own eager attention.
 
     Raises:
-        ModelError: they disagree, or not every layer called our attention exactly once.
+        ModelError: they disagree, are not finite, or not every layer called our attention exactly
+            once.
     """
     layers = range(target.num_layers)
     windows = {
@@ -119,6 +121,11 @@ def probe(target: TransformersTarget, held: PagedPass) -> ProbeFacts:
     unused = held.mask_windows - {call.window for call in calls} if _uses_windows(target) else set()
     if unused:
         raise held.refuse(f"its attention does not pass on its window of {min(unused)}")
+    if not packed.isfinite().all():
+        raise ModelError(
+            f"{held.name}: its hidden states are NaN or infinite in {str(packed.dtype)[6:]}",
+            hint="its activations may need another --dtype, or its weights are damaged",
+        )
     apart = torch.cat([run([(slot, 0, n)]) for slot, n in enumerate(lengths)])
     again = run([(0, lengths[0] - 2, 2), (1, lengths[1] - 2, 2)], decode=True)
     ends = torch.cat([packed[lengths[0] - 2 : lengths[0]], packed[-2:]])

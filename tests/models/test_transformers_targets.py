@@ -266,6 +266,7 @@ def test_refused_configurations_without_a_class(tmp_path: Path) -> None:
     refused(lambda: read_model_config(tmp_path), "quantization_config", "bitsandbytes")
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_every_family_of_transformers_is_described_or_refused(tmp_path: Path) -> None:
     """Sizes may be lists, one a layer, or raise when the whole model is asked for them."""
     from transformers import AutoConfig
@@ -320,6 +321,22 @@ def test_two_attention_calls_in_a_layer_are_refused(tmp_path: Path) -> None:
     model: Any = transformers.DiffLlamaForCausalLM(transformers.DiffLlamaConfig(**SMALL))
     model.save_pretrained(tmp_path)
     refused(lambda: load(tmp_path), "8 attention calls", "4 layers")
+
+
+@pytest.mark.parametrize(("dtype", "factor"), [("float32", float("nan")), ("float16", 1e5)])
+def test_hidden_states_that_are_not_finite_are_no_fault_of_the_family(
+    tmp_path: Path, dtype: str, factor: float
+) -> None:
+    """Weights may be damaged, activations too large for the dtype."""
+    path = make_target(tmp_path / "t", "olmo2", num_hidden_layers=2)
+    state = load_state(path)
+    for name in ("model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.gate_proj.weight"):
+        state[name] = (state[name] * factor).clamp(-6e4, 6e4)
+    save_state(path, state)
+    options: dict[str, Any] = {"dtype": dtype}
+    with pytest.raises(ModelError, match=f"NaN or infinite in {dtype}") as caught:
+        load(path, **options)
+    assert "--dtype" in str(caught.value.hint)
 
 
 def test_layers_of_several_streams_have_no_auxiliary_features(tmp_path: Path) -> None:
