@@ -22,6 +22,11 @@ __all__ = ["HEAD_BYTES", "Head", "LineReader", "RowIndex", "ScanResult", "read_h
 #: No head is longer: keys, a 64-bit index, 16 hex digits, a status.
 HEAD_BYTES = 96
 
+# No line is shorter than its head, and rows are read ahead by far fewer than this: an index beyond
+# both is a damaged one, and must not become the length of a list.
+_HEAD_AT_LEAST = 57
+_AHEAD_AT_MOST = 1 << 20
+
 _SCAN_BYTES = 4 << 20
 _WINDOW_BYTES = 1 << 16
 _HEAD = re.compile(
@@ -190,10 +195,12 @@ def scan(fd: int, rows: RowIndex, *, whole: bool = False) -> ScanResult:
         rows: takes the lines.
         whole: parse each line too, so that a hole or garbage inside one is found.
 
-    A line without a proper head or end, or with a NUL (which JSON never holds, but blocks that a
+    A line without a proper head or end, of a row that cannot be that far on, or with a NUL (which JSON never holds, but blocks that a
     power failure kept from the disk do), counts as damaged: its row will be generated again.
     """
     result = ScanResult()
+    most_lines = os.fstat(fd).st_size // _HEAD_AT_LEAST + _AHEAD_AT_MOST
+    end_index = most_lines * rows.shard.count
     rest, at = b"", 0
     while chunk := os.pread(fd, _SCAN_BYTES, at):
         at += len(chunk)
@@ -205,7 +212,7 @@ def scan(fd: int, rows: RowIndex, *, whole: bool = False) -> ScanResult:
             rest += chunk
         end = rest.rfind(b"\n") + 1
         if end:
-            _scan_lines(rest, end, result, rows, whole)
+            _scan_lines(rest, end, result, rows, whole, end_index)
             rest = rest[end:]
     return result
 
@@ -221,7 +228,9 @@ def _join_line(fd: int, start: int, at: int) -> bytes:
     return b"".join(parts)
 
 
-def _scan_lines(data: bytes, end: int, result: ScanResult, rows: RowIndex, whole: bool) -> None:
+def _scan_lines(
+    data: bytes, end: int, result: ScanResult, rows: RowIndex, whole: bool, end_index: int
+) -> None:
     match, find, owns, put = _HEAD.match, data.find, rows.shard.owns, rows.put
     base = result.size
     has_nul = data.find(b"\0", 0, end) >= 0
@@ -233,7 +242,8 @@ def _scan_lines(data: bytes, end: int, result: ScanResult, rows: RowIndex, whole
         if (
             head is None
             or data[stop - 1] != 125  # }
-            or not owns(index := int(head[1]))
+            or (index := int(head[1])) >= end_index
+            or not owns(index)
             or (has_nul and find(b"\0", start, stop) >= 0)
             or (whole and not is_json(data[start:stop]))
         ):

@@ -79,12 +79,24 @@ def test_the_last_line_of_a_row_counts(tmp_path: Path) -> None:
         b"\0" * 5000 + b"\n",
         b'{"index":1e3,"input_hash":"0000000000000001","status":"ok"}\n',
         b'{"index":01,"input_hash":"0000000000000001","status":"ok"}\n',
+        *(
+            b'{"index":%d,"input_hash":"0000000000000001","status":"ok"}\n' % index
+            for index in (10**9, 10**12, 10**18 - 1)
+        ),
     ],
 )
 def test_damaged_lines_are_left_out(tmp_path: Path, damaged: bytes) -> None:
     result, rows = scan_bytes(tmp_path, line(0) + damaged + line(2))
     assert (result.num_lines, result.num_damaged) == (3, 1)
     assert list(rows.missing(3)) == [1]
+
+
+def test_rows_may_be_far_ahead_of_those_before_them(tmp_path: Path) -> None:
+    for shard in (Shard(), Shard(2, 999)):
+        indices = [shard.index(position) for position in (0, 500_000)]
+        result, rows = scan_bytes(tmp_path, b"".join(map(line, indices)), shard)
+        assert result.num_damaged == 0
+        assert [rows.offset(index) for index in indices] == [0, len(line(indices[0]))]
 
 
 def test_rows_of_other_shards_do_not_belong_here(tmp_path: Path) -> None:
