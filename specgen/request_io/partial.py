@@ -195,8 +195,9 @@ def scan(fd: int, rows: RowIndex, *, whole: bool = False) -> ScanResult:
         rows: takes the lines.
         whole: parse each line too, so that a hole or garbage inside one is found.
 
-    A line without a proper head or end, of a row that cannot be that far on, or with a NUL (which JSON never holds, but blocks that a
-    power failure kept from the disk do), counts as damaged: its row will be generated again.
+    A line without a proper head or end, of a row that cannot be that far on, or with a NUL (which
+    JSON never holds, but blocks that a power failure kept from the disk do), counts as damaged: its
+    row will be generated again.
     """
     result = ScanResult()
     most_lines = os.fstat(fd).st_size // _HEAD_AT_LEAST + _AHEAD_AT_MOST
