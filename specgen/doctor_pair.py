@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from specgen.config import EngineConfig, ResolvedConfig
 from specgen.doctor_finding import Finding
-from specgen.errors import SpecgenError, UsageError
+from specgen.errors import RequestError, SpecgenError, UsageError
 from specgen.wording import counted
 
 if TYPE_CHECKING:
     from specgen.models.config import DraftConfig, ModelConfig
+    from specgen.pipeline.tokenization import Tokenizer
 
 __all__ = ["examine_pair"]
 
@@ -213,10 +214,25 @@ def _tokenizer(config: ResolvedConfig) -> Iterator[Finding]:
     bos = "adds a BOS" if tokenizer.adds_bos else "adds no BOS"
     yield Finding("target", "tokenizer", f"{len(tokenizer)} tokens, {bos}")
     if tokenizer.has_chat_template:
-        yield Finding("target", "chat template", "present")
+        yield _template(tokenizer)
     else:
         hint = 'rows with "messages" need --chat-template'
         yield Finding("target", "chat template", "none", "note", hint)
+
+
+def _template(tokenizer: Tokenizer) -> Finding:
+    """Whether the chat template renders one message of a user: a note, as prompts need none."""
+    from specgen.pipeline.request import PromptRow
+    from specgen.sampling_params import SamplingParams
+
+    messages = ({"role": "user", "content": "a"},)
+    try:
+        tokenizer.encode(PromptRow(0, "", 1, "", SamplingParams(), messages=messages))
+    except RequestError as error:
+        text = f"present, but renders no message of a user: {' '.join(error.message.split())}"
+        hint = 'rows with "messages" may need another one in --chat-template'
+        return Finding("target", "chat template", text, "note", hint)
+    return Finding("target", "chat template", "present")
 
 
 def _generation(config: ResolvedConfig) -> Iterator[Finding]:

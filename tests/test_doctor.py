@@ -364,6 +364,21 @@ def test_code_and_templates_beside_a_model(pair: tuple[Path, Path], tmp_path: Pa
     assert "--trust-remote-code" not in trusted.stdout
 
 
+@pytest.mark.parametrize(
+    "template",
+    ["{{ x", "{{ nothing() }}", "{{ raise_exception('no users') }}", "{% if false %}x{% endif %}"],
+)
+def test_a_template_that_renders_nothing_is_not_just_present(
+    pair: tuple[Path, Path], tmp_path: Path, template: str
+) -> None:
+    target = Path(shutil.copytree(pair[0], tmp_path / "target"))
+    (target / "chat_template.jinja").write_text(template)
+    finding = look(target)["target", "chat template"]
+    assert finding.status == "note"
+    assert "renders no message of a user" in finding.value
+    assert "--chat-template" in str(finding.hint)
+
+
 def fake_torch(bf16: bool) -> Any:
     facts = SimpleNamespace(name="H200", major=9, minor=0)
     cuda = SimpleNamespace(
