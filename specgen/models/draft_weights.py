@@ -152,8 +152,17 @@ def _fill_draft(
             vocab_size=config.vocab_size,
             file=checkpoint.tensors[min(maps)].file,
         )
-    if not draft.embed_weight.is_meta:
-        fill_tensors(slots, checkpoint)
+    if draft.embed_weight.is_meta:
+        return target_ids
+    if target_ids is not None and int(target_ids[-1]) == len(target_ids) - 1:
+        # Nobody's most frequent tokens: what trainers leave that never filled the map.
+        logger.warning(
+            '%s: tensor "d2t" is zero throughout: the head drafts the first %d tokens only, or its '
+            "map was never filled",
+            checkpoint.tensors["d2t"].file,
+            len(target_ids),
+        )
+    fill_tensors(slots, checkpoint)
     return target_ids
 
 

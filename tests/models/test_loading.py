@@ -502,6 +502,20 @@ def test_d2t_that_is_no_map(copies: Callable[[str], Path], written: dict[str, Pa
     only_loaded(path, written["target"], '"d2t"', "[40]", "[48]")
 
 
+def test_d2t_that_was_never_filled_is_said(
+    written: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    head = make_eagle3(tmp_path / "head", written["target"], store_t2d=False)
+    change(head, d2t=torch.zeros(48, dtype=torch.int64))
+    model = load(written["target"], aux_layers=(2, 3, 4))
+    draft = load_draft(head, model, device="cpu", kernels=KERNELS)
+    assert draft.target_ids is not None
+    assert draft.target_ids.tolist() == list(range(48))
+    (record,) = caplog.records
+    assert "never filled" in record.getMessage()
+    assert "first 48 tokens" in record.getMessage()
+
+
 def test_t2d_that_disagrees(copies: Callable[[str], Path], written: dict[str, Path]) -> None:
     path = copies("eagle3")
     flags = load_state(path)["t2d"]
