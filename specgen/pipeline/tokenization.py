@@ -20,8 +20,8 @@ class Tokenizer:
     """A transformers tokenizer, with the rules that a batch job needs.
 
     Special tokens are added by the tokenizer to plain prompts only: a chat template writes its own,
-    and token ids are taken as they are. A plain prompt that begins with the text of the BOS token,
-    as one rendered elsewhere does, gets no second one.
+    and token ids are taken as they are. However a text comes to begin with several BOS tokens (one
+    rendered elsewhere, a template that writes one before a message that has it), one is left.
 
     Args:
         directory: Local tokenizer directory.
@@ -94,9 +94,8 @@ class Tokenizer:
         else:
             text = self._bounded(row.prompt or "", row, limit, cut)
             token_ids = self._encode_text(text, add_special_tokens=True)
-            bos = self._tokenizer.bos_token_id
-            if bos is not None and token_ids[:2] == (bos, bos):
-                token_ids = token_ids[1:]
+        if row.prompt_token_ids is None:
+            token_ids = self._with_one_bos(token_ids)
         if not token_ids or row.prompt == "":
             raise RequestError("empty_prompt", f'"{row.prompt_name}" is empty', row.line)
         return token_ids
@@ -127,6 +126,12 @@ class Tokenizer:
                 row.line,
             )
         return text
+
+    def _with_one_bos(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
+        """Without what stands before the last of the BOS tokens at the beginning."""
+        bos = self._tokenizer.bos_token_id
+        num_bos = next((i for i, token in enumerate(token_ids) if token != bos), len(token_ids))
+        return token_ids[max(0, num_bos - 1) :]
 
     def _encode_text(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
         encoded = self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
@@ -224,9 +229,10 @@ def read_template(template: str) -> str:
     if "{" not in template and "\n" not in template:
         try:
             return Path(os.fspath(template)).read_text(encoding="utf-8")
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "not a text in UTF-8"
             raise ModelError(
-                f"--chat-template {template}: {error.strerror}",
+                f"--chat-template {template}: {reason}",
                 "give a file with a Jinja template, or the template itself",
             ) from error
     return template

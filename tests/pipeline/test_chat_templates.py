@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from specgen.errors import ModelError, RequestError
@@ -26,3 +28,26 @@ def test_refusing_some_messages() -> None:
         tokenizer.encode(row)
     pair = PromptRow(0, "0" * 16, 1, "in", SamplingParams(), messages=[message, message])
     assert tokenizer.encode(pair)
+
+
+def test_a_file_that_is_no_text(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"\xff\xfe\x00weights")
+    with pytest.raises(ModelError, match="not a text in UTF-8"):
+        Tokenizer(str(BUILTIN_TARGET), chat_template=str(file))
+
+
+@pytest.mark.parametrize("template", ["B{{ messages[0].content }}", "BB{{ messages[0].content }}"])
+@pytest.mark.parametrize("content", ["ab", "Bab", "BBab"])
+def test_one_bos_is_left_of_several(template: str, content: str) -> None:
+    own = Tokenizer(str(BUILTIN_TARGET))
+    bos = own._tokenizer.convert_ids_to_tokens(0)
+    own._tokenizer.bos_token = bos
+    own._tokenizer.chat_template = template.replace("B", bos)
+    message = {"role": "user", "content": content.replace("B", bos)}
+    row = PromptRow(0, "0" * 16, 1, "in", SamplingParams(), messages=[message])
+    plain = own._encode_text("ab", add_special_tokens=False)
+    assert own.encode(row) == (own._tokenizer.bos_token_id, *plain)
+    prompt = PromptRow(0, "0" * 16, 1, "in", SamplingParams(), prompt=bos * 3 + "ab")
+    assert own.encode(prompt)[-len(plain) - 1 :] == (own._tokenizer.bos_token_id, *plain)
+    assert own.encode(prompt).count(own._tokenizer.bos_token_id) == 1
