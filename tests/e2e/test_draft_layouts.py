@@ -12,7 +12,7 @@ import torch
 from e2e.engines import TEXT_VOCAB
 from e2e.harness import histogram_of, make_row, run_all, step_log, tokens_of
 from models import layouts
-from models.tiny import edit_config, load_state, make_eagle3, save_state
+from models.tiny import edit_config, load_state, make_eagle3, save_shards, save_state
 
 from specgen.config import EngineConfig
 from specgen.errors import ModelError, UsageError
@@ -84,6 +84,28 @@ def test_a_layout_changes_no_draft(
     assert histogram_of(outputs) == histogram_of(official[kind])
     accepted = sum(sum(h[1:]) for h in histogram_of(outputs))
     assert accepted > 20, "a head that is read wrongly accepts nothing"
+
+
+@pytest.mark.parametrize("as_bin", [False, True], ids=["safetensors", "bin"])
+@pytest.mark.parametrize("name", ["eagle1", "eagle3", *RESTYLED])
+def test_shards_change_no_draft(
+    checkpoints: dict[str, Path],
+    expected: list[tuple[int, ...]],
+    official: dict[str, list[RequestOutput]],
+    tmp_path: Path,
+    name: str,
+    as_bin: bool,
+) -> None:
+    kind, restyle = RESTYLED.get(name, (name, lambda head: head))
+    head = restyle(Path(shutil.copytree(checkpoints[f"text-{kind}"], tmp_path / "head")))
+    files = save_shards(head, load_state(head), as_bin=as_bin)
+    assert len(files) == 3
+    outputs = run_all(engine(checkpoints["text"], head), rows())
+    assert tokens_of(outputs) == expected
+    assert histogram_of(outputs) == histogram_of(official[kind])
+    files[1].unlink()
+    with pytest.raises(ModelError, match="missing, but .*index.json lists it"):
+        engine(checkpoints["text"], head)
 
 
 HEADS: dict[str, dict[str, Any]] = {

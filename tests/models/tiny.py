@@ -21,6 +21,7 @@ __all__ = [
     "make_eagle3",
     "make_llama",
     "make_target",
+    "save_shards",
     "save_state",
     "spread_weights",
     "write_tokenizer",
@@ -417,14 +418,57 @@ def load_state(directory: Path) -> dict[str, torch.Tensor]:
 
 def save_state(directory: Path, state: dict[str, torch.Tensor], as_bin: bool = False) -> None:
     """Replace the weights of a directory by one file."""
-    for pattern in ("*.safetensors", "*.safetensors.index.json", "*.bin"):
-        for file in directory.glob(pattern):
-            file.unlink()
+    _remove_weights(directory)
     if as_bin:
         torch.save(state, directory / "pytorch_model.bin")
     else:
         contiguous = {name: tensor.contiguous() for name, tensor in state.items()}
         save_file(contiguous, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def _remove_weights(directory: Path) -> None:
+    for pattern in ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json"):
+        for file in directory.glob(pattern):
+            file.unlink()
+
+
+def save_shards(
+    directory: Path,
+    state: dict[str, torch.Tensor],
+    *,
+    as_bin: bool = False,
+    num_shards: int = 3,
+    **options: Any,
+) -> list[Path]:
+    """Replace the weights of a directory by shards of about the same size, and their index.
+
+    Args:
+        directory: of the checkpoint.
+        state: its tensors, which are dealt out in an order that is not that of their names.
+        as_bin: write pickles.
+        num_shards: files to write.
+        options: of ``torch.save``.
+    """
+    _remove_weights(directory)
+    stem, suffix = ("pytorch_model", "bin") if as_bin else ("model", "safetensors")
+    parts: list[dict[str, torch.Tensor]] = [{} for _ in range(num_shards)]
+    sizes = [0] * num_shards
+    for name, tensor in sorted(state.items(), key=lambda pair: -pair[1].nbytes):
+        smallest = sizes.index(min(sizes))
+        parts[smallest][name] = tensor.contiguous()
+        sizes[smallest] += tensor.nbytes
+    files = [
+        directory / f"{stem}-{i:05}-of-{num_shards:05}.{suffix}" for i in range(1, num_shards + 1)
+    ]
+    for file, part in zip(files, parts, strict=True):
+        if as_bin:
+            torch.save(part, file, **options)
+        else:
+            save_file(part, file, metadata={"format": "pt"})
+    weight_map = {n: f.name for f, part in zip(files, parts, strict=True) for n in part}
+    index = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
+    (directory / f"{stem}.{suffix}.index.json").write_text(json.dumps(index))
+    return files
 
 
 def edit_config(directory: Path, **changes: Any) -> None:
