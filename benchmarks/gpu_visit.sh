@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Everything that only a GPU can show, in one run: tests, profile, experiment, throughput.
 #
-#   bash benchmarks/gpu_visit.sh [tests] [kernels] [profile] [experiment] [bench] [jobs] [host]
+#   bash benchmarks/gpu_visit.sh [tests] [kernels] [profile] [experiment] [bench] [jobs] [host] [auto]
 #
-# Without names: the first four. bench, jobs and host measure Llama-3.1-8B shapes on dummy weights.
+# Without names: the first four. bench, jobs, host and auto measure Llama-3.1-8B shapes on dummy weights.
 #
 # RESULTS: folder for records and logs (default benchmarks/results). LIMIT: seconds a part may take.
 # WORKERS: processes that share the tests.
@@ -64,6 +64,9 @@ for part in $parts; do
       timeout "$LIMIT" python3 -m benchmarks.decode_profile --rows 1,64,256 --k 0,3 \
         --output-dir "$RESULTS" --name decode_profile_late | tail -12
       timeout "$LIMIT" python3 -m benchmarks.kernel_bandwidth --output-dir "$RESULTS" | tail -30 ;;
+    auto)  # the chosen draft length against every fixed one
+      timeout "$LIMIT" python3 -m benchmarks.auto_length --model llama-3.1-8b \
+        --output-dir "$RESULTS" --name auto_length_h200 | tail -16 ;;
     *) echo "unknown part: $part" >&2; exit 2 ;;
   esac
   echo "== $part took $((SECONDS - started)) s"
