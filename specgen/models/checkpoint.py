@@ -87,12 +87,19 @@ class Checkpoint:
                     assert stored is not None, name
                     yield name, read_tensor(file, stored)
             else:
-                if self._opened is None or self._opened[0] != file:
-                    self._opened = None  # the last one, before the next is read
-                    self._opened = (file, _load_pickle(file))
-                state = self._opened[1]
                 for name in mine:
-                    yield name, state[name]
+                    yield name, self._state(file)[name]
+
+    def close(self) -> None:
+        """Let go of a pickle's memory; what is asked for later is read again."""
+        self._opened = None
+
+    def _state(self, file: Path) -> dict[str, torch.Tensor]:
+        """The tensors of a pickle, of which one is held; a caller that keeps them holds two."""
+        if self._opened is None or self._opened[0] != file:
+            self._opened = None  # the last one, before the next is read
+            self._opened = (file, _load_pickle(file))
+        return self._opened[1]
 
 
 def _find_files(directory: Path) -> list[Path]:

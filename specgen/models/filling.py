@@ -133,6 +133,7 @@ def fill_tensors(slots: Mapping[str, torch.Tensor], checkpoint: Checkpoint) -> N
     for name, tensor in checkpoint.stream(set(slots)):
         slots[name].copy_(tensor)
         check_narrowed(f'{checkpoint.tensors[name].file}: tensor "{name}"', tensor, slots[name])
+        del tensor  # not to be held while the next file is read
 
 
 def check_narrowed(what: str, stored: torch.Tensor, narrowed: torch.Tensor) -> None:

@@ -104,7 +104,7 @@ def test_shards_change_no_draft(
     assert tokens_of(outputs) == expected
     assert histogram_of(outputs) == histogram_of(official[kind])
     files[1].unlink()
-    with pytest.raises(ModelError, match="missing, but .*index.json lists it"):
+    with pytest.raises(ModelError, match=r"missing, but .*index\.json lists it"):
         engine(checkpoints["text"], head)
 
 
