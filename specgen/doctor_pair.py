@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from specgen.config import EngineConfig, ResolvedConfig
 from specgen.doctor_finding import Finding
-from specgen.errors import RequestError, SpecgenError, UsageError
+from specgen.errors import EnvironmentProblem, RequestError, SpecgenError, UsageError
 from specgen.wording import counted
 
 if TYPE_CHECKING:
@@ -299,33 +299,45 @@ def _memory(
 ) -> Iterator[Finding]:
     import torch
 
-    from specgen.pipeline.kv_cache import block_bytes, cache_bytes
-    from specgen.pipeline.loading import activation_bytes
+    from specgen.pipeline.kv_cache import cache_bytes
+    from specgen.pipeline.loading import activation_bytes, step_bytes
+    from specgen.pipeline.memory_fit import RowSizes, check_num_seqs
 
     dtype, device = getattr(torch, config.dtype), torch.device(config.device)
     for name, count in num_parameters.items():
         size = _size(count * dtype.itemsize)
         yield Finding("memory", f"{name} weights", f"{size}: {count:,} in {config.dtype}")
-    cached: list[Any] = [target] if head is None else [target, head]
-    block = sum(block_bytes(model, config.block_size, dtype) for model in cached)
     weights = sum(num_parameters.values()) * dtype.itemsize
-    working = activation_bytes(config, target)
     yield Finding(
         "memory",
         "working memory",
-        f"{_size(working)} for steps of {config.max_num_batched_tokens} prompt tokens or "
-        f"{config.max_num_seqs} rows",
+        f"{_size(activation_bytes(config, target))} for steps of {config.max_num_batched_tokens} "
+        f"prompt tokens or {config.max_num_seqs} rows",
     )
-    yield Finding("memory", "cache of a token", f"{block // config.block_size / 1024:.1f} KiB")
-    room = cache_bytes(device, config.gpu_memory_utilization) - working
+    sizes = RowSizes.of(config, target, head)
+    kept = (config.max_num_seqs + 1) * sizes.state_bytes
+    drafted = " and drafts' logits" if sizes.draft_logits_shape else ""
+    yield Finding("memory", "device rows", f"{_size(kept)} of block tables{drafted}")
+    per_token = sizes.block_bytes // config.block_size
+    yield Finding("memory", "cache of a token", f"{per_token / 1024:.1f} KiB")
+    room = cache_bytes(device, config.gpu_memory_utilization)
     if device.type == "cuda":
         room -= weights
-    else:
-        room += working
-    lookahead = 2 * config.num_speculative_tokens + 1
+    try:
+        check_num_seqs(
+            config.max_num_seqs,
+            available=room,
+            bytes_per_row=sizes.state_bytes,
+            step_bytes=lambda n: step_bytes(replace(config, max_num_seqs=n), target),
+            cache_bytes=sizes.max_blocks * sizes.block_bytes,
+        )
+    except EnvironmentProblem as error:
+        yield Finding("memory", "rows at a time", error.message, "problem", error.hint)
+    if device.type == "cuda":
+        room -= kept + step_bytes(config, target)
     limit = config.max_model_len
     for length in sorted({n for n in (*(lengths or _LENGTHS), limit) if n <= limit}):
-        row = -(-(length + lookahead) // config.block_size) * block
+        row = sizes.num_blocks(length) * sizes.block_bytes
         rows = max(room, 0) // row
         asked = min(rows, config.max_num_seqs)
         text = f"{_size(row)} a row; {asked} of {config.max_num_seqs} rows fit at a time"

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +28,9 @@ from specgen.cli import cli
 from specgen.config import EngineConfig
 from specgen.doctor import examine, versions
 from specgen.doctor_finding import Finding
+from specgen.errors import EnvironmentProblem
 from specgen.pipeline import kv_cache
+from specgen.pipeline.engine import Engine
 
 
 @pytest.fixture(scope="module")
@@ -484,3 +488,104 @@ def test_a_gpu_that_is_not_there_gets_a_hint_of_use(monkeypatch: pytest.MonkeyPa
     assert last.hint is not None
     assert "--device cpu" in last.hint
     assert "doctor" not in last.hint
+
+
+def without_head(root: Path) -> tuple[Path, None]:
+    return make_llama(root / "target", with_tokenizer=True), None
+
+
+def with_head(root: Path) -> tuple[Path, Path]:
+    target = make_llama(root / "target", with_tokenizer=True)
+    return target, make_eagle3(root / "draft", target, head_dim=32)
+
+
+def through_transformers(root: Path) -> tuple[Path, None]:
+    return make_target(root / "target", "gemma2", with_tokenizer=True), None
+
+
+def with_head_through_transformers(root: Path) -> tuple[Path, Path]:
+    target, _ = through_transformers(root)
+    return target, make_eagle1(root / "draft", target)
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "gumbel"])
+@pytest.mark.parametrize(
+    "make", [without_head, with_head, through_transformers, with_head_through_transformers]
+)
+def test_an_engine_allocates_what_was_said(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    make: Callable[[Path], tuple[Path, Path | None]],
+    sampled: bool,
+) -> None:
+    target, draft = make(tmp_path)
+    settings: dict[str, Any] = {"max_model_len": 200, "max_num_seqs": 9, "device": "cpu"}
+    if sampled and draft is not None:
+        settings["draft_sample"] = "gumbel"
+    # Room for some rows of full length, but not for all.
+    monkeypatch.setattr(kv_cache, "_CPU_CACHE_BYTES", 2_000_000)
+    asked = EngineConfig(model=str(target), draft_model=draft and str(draft), **settings)
+    found = look_up(list(examine(asked, (10, 77))))
+    engine = Engine(asked)
+    pipeline, described = engine._pipeline, engine.describe()
+
+    tensors = [t for layer in (*pipeline.caches.target, *pipeline.caches.draft) for t in layer]
+    tokens = (described["num_kv_blocks"] + 1) * engine.config.block_size  # and the spare block
+    per_token = sum(tensor.nbytes for tensor in tensors) / tokens
+    assert found["memory", "cache of a token"].value == f"{per_token / 1024:.1f} KiB"
+
+    for name, model in (("target", pipeline.target), ("draft", pipeline.draft)):
+        if model is not None:
+            weights: Any = model
+            count = sum(weight.numel() for weight in weights.parameters())
+            assert f"{count:,} in float32" in found["memory", f"{name} weights"].value
+
+    lookahead = 2 * engine.config.num_speculative_tokens + 1
+    for length in (10, 77, 200):
+        blocks = -(-(length + lookahead) // engine.config.block_size)
+        fitting = min(described["num_kv_blocks"] // blocks, 9)
+        text = found["memory", f"rows of {length} tokens"].value
+        assert f"; {fitting} of 9 rows fit at a time" in text
+        assert text.startswith(f"{blocks * 16 * per_token / 2**20:.2f} MiB a row")
+    assert 0 < fitting < 9, "else nothing limits them"
+
+    state = [v for v in vars(pipeline.state).values() if isinstance(v, torch.Tensor)]
+    large = sum(t.nbytes for t in state if t.dim() > 1)
+    kept = found["memory", "device rows"].value
+    assert kept.startswith(f"{large / 2**20:.2f} MiB")
+    assert (
+        ("logits" in kept) == (described["draft_logits_bytes"] > 0) == ("draft_sample" in settings)
+    )
+
+
+@pytest.mark.parametrize("make", [with_head, with_head_through_transformers])
+@pytest.mark.parametrize(
+    ("room", "settings"),
+    [
+        (150_000, {"max_num_seqs": 2, "max_model_len": 256}),  # not one row of cache
+        (2_000_000, {"max_num_seqs": 40_000, "max_model_len": 200}),  # none beside the rows
+    ],
+)
+def test_what_an_engine_refuses_for_its_memory_is_a_problem_and_the_advice_helps_both(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    make: Callable[[Path], tuple[Path, Path]],
+    room: int,
+    settings: dict[str, Any],
+) -> None:
+    monkeypatch.setattr(kv_cache, "_CPU_CACHE_BYTES", room)
+    target, draft = make(tmp_path)
+    options: dict[str, Any] = {"model": str(target), "draft_model": str(draft), "device": "cpu"}
+
+    def problems(**settings: Any) -> list[Finding]:
+        found = examine(EngineConfig(**options | settings), (10,))
+        return [f for f in found if f.status == "problem"]
+
+    with pytest.raises(EnvironmentProblem) as refused:
+        Engine(EngineConfig(**options | settings))
+    assert {finding.section for finding in problems(**settings)} == {"memory"}
+    advice = re.search(r"--(max-[a-z-]+) (\d+) or less", str(refused.value.hint))
+    assert advice is not None
+    mended = settings | {advice[1].replace("-", "_"): int(advice[2])}
+    Engine(EngineConfig(**options | mended))
+    assert problems(**mended) == []

@@ -10,8 +10,9 @@ from specgen.errors import UsageError
 from specgen.kernels import select_kernels
 from specgen.models.registry import read_model_config
 from specgen.models.weights import inspect_draft, load_draft, load_target
-from specgen.pipeline.kv_cache import block_bytes, cache_bytes
-from specgen.pipeline.loading import activation_bytes, draft_overrides
+from specgen.pipeline.kv_cache import cache_bytes
+from specgen.pipeline.loading import draft_overrides, step_bytes
+from specgen.pipeline.memory_fit import RowSizes
 
 __all__ = ["check_batch", "check_lengths", "estimate_num_blocks"]
 
@@ -70,7 +71,7 @@ def estimate_num_blocks(config: ResolvedConfig) -> int:
     """Cache blocks there will be room for, from configurations and headers alone."""
     if config.num_kv_blocks is not None:
         return config.num_kv_blocks
-    device, dtype = torch.device(config.device), getattr(torch, config.dtype)
+    device = torch.device(config.device)
     target = read_model_config(config.model_dir, trust_remote_code=config.trust_remote_code)
     overrides = draft_overrides(config)
     head = None
@@ -78,18 +79,14 @@ def estimate_num_blocks(config: ResolvedConfig) -> int:
         head = inspect_draft(
             config.draft_dir, target, load_format=config.load_format, overrides=overrides
         )
-    per_block = block_bytes(target, config.block_size, dtype)
-    if head is not None:
-        per_block += block_bytes(head, config.block_size, dtype)
-    room = cache_bytes(device, config.gpu_memory_utilization)
+    sizes = RowSizes.of(config, target, head)
+    room = cache_bytes(device, config.gpu_memory_utilization) - step_bytes(config, target)
     if device.type == "cuda":
-        room -= activation_bytes(config, target)
-        if head is not None and config.draft_sample == "gumbel":
-            width = config.num_speculative_tokens * head.draft_vocab_size
-            room -= (config.max_num_seqs + 1) * width * dtype.itemsize
+        room -= (config.max_num_seqs + 1) * sizes.state_bytes
         if target.backend == "native":  # others show their size only once they are loaded
-            room -= _num_weights(config, () if head is None else head.aux_layers) * dtype.itemsize
-    return max(room, 0) // per_block
+            num_weights = _num_weights(config, () if head is None else head.aux_layers)
+            room -= num_weights * getattr(torch, config.dtype).itemsize
+    return max(room, 0) // sizes.block_bytes
 
 
 def _num_weights(config: ResolvedConfig, aux_layers: tuple[int, ...]) -> int:

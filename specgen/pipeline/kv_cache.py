@@ -49,13 +49,12 @@ def cache_bytes(device: torch.device, gpu_memory_utilization: float) -> int:
 
 
 def num_blocks_that_fit(
-    models: list[CachedModel],
+    bytes_per_block: int,
     *,
     block_size: int,
-    dtype: torch.dtype,
     device: torch.device,
     gpu_memory_utilization: float,
-    activation_bytes: int,
+    step_bytes: int,
     wanted: int,
     needed: int,
     lookahead: int,
@@ -63,7 +62,11 @@ def num_blocks_that_fit(
     """Size the cache from memory.
 
     Args:
-        activation_bytes: The largest step's temporary tensors.
+        bytes_per_block: Of a block over all layers of all models.
+        block_size: Tokens of a block.
+        device: Whose memory it is.
+        gpu_memory_utilization: Share of a GPU's memory to use in all.
+        step_bytes: To keep free for the largest step's temporary tensors.
         wanted: Blocks that every slot at full length would use; more are useless.
         needed: Blocks of one row at full length; fewer are an error.
         lookahead: Tokens of those blocks that are beyond the full length.
@@ -71,10 +74,7 @@ def num_blocks_that_fit(
     Raises:
         EnvironmentProblem: not even one row at full length fits.
     """
-    bytes_per_block = sum(block_bytes(model, block_size, dtype) for model in models)
-    available = cache_bytes(device, gpu_memory_utilization) - (
-        activation_bytes if device.type == "cuda" else 0
-    )
+    available = cache_bytes(device, gpu_memory_utilization) - step_bytes
     num_blocks = min(wanted, available // bytes_per_block)
     if num_blocks < needed:
         fitting = num_blocks * block_size - lookahead

@@ -25,18 +25,11 @@ from specgen.pipeline.cuda_graphs import CudaCapture, DecodeGraphs
 from specgen.pipeline.draft_length import AutoDraftLength, DraftLength, FixedDraftLength
 from specgen.pipeline.drafter import Drafter
 from specgen.pipeline.in_flight import InFlight
-from specgen.pipeline.kv_cache import (
-    CachedModel,
-    KVCaches,
-    allocate,
-    block_bytes,
-    cache_bytes,
-    num_blocks_that_fit,
-)
-from specgen.pipeline.memory_fit import check_num_seqs
+from specgen.pipeline.kv_cache import KVCaches, allocate, cache_bytes, num_blocks_that_fit
+from specgen.pipeline.memory_fit import RowSizes, check_num_seqs
 from specgen.pipeline.model_runner import ModelRunner
 from specgen.pipeline.rejection_sampler import RejectionSampler
-from specgen.pipeline.request_state import RequestState, bytes_per_row
+from specgen.pipeline.request_state import RequestState
 from specgen.pipeline.scheduler import Scheduler
 from specgen.pipeline.shared_prefix import SharedRows
 from specgen.pipeline.step_record import record_width
@@ -233,35 +226,30 @@ def _assemble(
     device, dtype = torch.device(config.device), getattr(torch, config.dtype)
     kernels = select_kernels(device, config.kernel_backend)
     k, block_size = config.num_speculative_tokens, config.block_size
-    # Drafts look ahead 2k positions past the last token a row may commit (see the scheduler).
-    max_context_len = config.max_model_len + 2 * k + 1
-    max_blocks = -(-max_context_len // block_size)
-    draft_logits_shape = None
-    if draft_config is not None and config.draft_sample == "gumbel":  # judged by their ratio
-        draft_logits_shape = (draft_config.draft_vocab_size, dtype)
-    models: list[CachedModel] = [target] if draft is None else [target, draft]
+    sizes = RowSizes.of(config, target, draft_config)
+    max_blocks = sizes.max_blocks
     check_num_seqs(
         config.max_num_seqs,
         available=cache_bytes(device, config.gpu_memory_utilization),
-        bytes_per_row=bytes_per_row(max_blocks, k, draft_logits_shape),
-        step_bytes=lambda num_seqs: step_bytes(replace(config, max_num_seqs=num_seqs), target),
-        cache_bytes=(config.num_kv_blocks or max_blocks)
-        * sum(block_bytes(model, block_size, dtype) for model in models),
+        bytes_per_row=sizes.state_bytes,
+        step_bytes=lambda num_seqs: step_bytes(
+            replace(config, max_num_seqs=num_seqs), target.config
+        ),
+        cache_bytes=(config.num_kv_blocks or max_blocks) * sizes.block_bytes,
     )
     state = RequestState(
         max_num_seqs=config.max_num_seqs,
         max_blocks=max_blocks,
         num_speculative_tokens=k,
         device=device,
-        draft_logits_shape=draft_logits_shape,
+        draft_logits_shape=sizes.draft_logits_shape,
     )
     num_blocks = config.num_kv_blocks or num_blocks_that_fit(
-        models,
+        sizes.block_bytes,
         block_size=block_size,
-        dtype=dtype,
         device=device,
         gpu_memory_utilization=config.gpu_memory_utilization,
-        activation_bytes=activation_bytes(config, target.config),
+        step_bytes=step_bytes(config, target.config),
         wanted=config.max_num_seqs * max_blocks,
         needed=max_blocks,
         lookahead=max_blocks * block_size - config.max_model_len,
@@ -305,7 +293,7 @@ def _assemble(
         ),
         drafter,
         block_size=block_size,
-        max_context_len=max_context_len,
+        max_context_len=sizes.max_context_len,
         graphs=graphs,
         shared_rows=shared_rows,
     )
@@ -351,9 +339,9 @@ def _measure(runner: ModelRunner) -> Callable[[int, int], float]:
     return measure
 
 
-def step_bytes(config: ResolvedConfig, target: TargetModel) -> int:
+def step_bytes(config: ResolvedConfig, model: ModelConfig) -> int:
     """Device memory to keep free of the cache for temporaries; a CPU takes it as it needs it."""
-    return activation_bytes(config, target.config) if config.device == "cuda" else 0
+    return activation_bytes(config, model) if config.device == "cuda" else 0
 
 
 def activation_bytes(config: ResolvedConfig, model: ModelConfig) -> int:

@@ -1,13 +1,72 @@
-"""Whether the rows that may run at a time fit the memory, and how many would."""
+"""What a row takes, and whether the rows that may run at a time fit the memory."""
 
 from __future__ import annotations
 
 import bisect
 from collections.abc import Callable
+from dataclasses import dataclass
 
+import torch
+
+from specgen.config import ResolvedConfig
 from specgen.errors import EnvironmentProblem
+from specgen.models.config import DraftConfig
+from specgen.models.target import CachedModel
+from specgen.pipeline.kv_cache import block_bytes
+from specgen.pipeline.request_state import bytes_per_row
 
-__all__ = ["check_num_seqs"]
+__all__ = ["RowSizes", "check_num_seqs"]
+
+
+@dataclass(frozen=True)
+class RowSizes:
+    """Sizes that settings and configurations fix; an engine allocates by them, doctor says them.
+
+    Attributes:
+        num_lookahead: tokens of cache past the last one that a row may commit.
+        block_size: tokens of a cache block.
+        block_bytes: of a cache block, over all layers of target and draft.
+        max_context_len: tokens of cache that the longest row takes.
+        draft_logits_shape: ``(draft vocabulary, dtype)`` of the logits that are kept of each draft,
+            None if none are.
+        state_bytes: of what is kept of a row besides its cache.
+    """
+
+    num_lookahead: int
+    block_size: int
+    block_bytes: int
+    max_context_len: int
+    draft_logits_shape: tuple[int, torch.dtype] | None
+    state_bytes: int
+
+    @classmethod
+    def of(cls, config: ResolvedConfig, target: CachedModel, draft: DraftConfig | None) -> RowSizes:
+        """The sizes under `config` of a target and a draft, of which the configurations will do."""
+        k, dtype = config.num_speculative_tokens, getattr(torch, config.dtype)
+        # Drafts look ahead 2k positions past the last token a row may commit (see the scheduler).
+        num_lookahead = 2 * k + 1
+        max_context_len = config.max_model_len + num_lookahead
+        logits_shape = None
+        if draft is not None and config.draft_sample == "gumbel":  # judged by their ratio
+            logits_shape = (draft.draft_vocab_size, dtype)
+        cached: list[CachedModel] = [target] if draft is None else [target, draft]
+        return cls(
+            num_lookahead=num_lookahead,
+            block_size=config.block_size,
+            block_bytes=sum(block_bytes(model, config.block_size, dtype) for model in cached),
+            max_context_len=max_context_len,
+            draft_logits_shape=logits_shape,
+            state_bytes=bytes_per_row(-(-max_context_len // config.block_size), k, logits_shape),
+        )
+
+    @property
+    def max_blocks(self) -> int:
+        """Cache blocks of the longest row."""
+        return -(-self.max_context_len // self.block_size)
+
+    def num_blocks(self, num_tokens: int) -> int:
+        """Cache blocks of a row of `num_tokens`, prompt and completion."""
+        return -(-(num_tokens + self.num_lookahead) // self.block_size)
 
 
 def check_num_seqs(

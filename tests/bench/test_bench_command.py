@@ -143,7 +143,7 @@ def test_a_preset_beside_real_weights_needs_to_be_asked_for(tmp_path: Path) -> N
     assert "a preset, which has no weights" in result.stderr
 
 
-def test_the_estimate_counts_weights_steps_and_draft_logits(
+def test_the_estimate_counts_weights_steps_and_what_is_kept_of_rows(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(fit, "cache_bytes", lambda device, share: 40 << 30)
@@ -159,7 +159,8 @@ def test_the_estimate_counts_weights_steps_and_draft_logits(
     head += 32000 * width
     room = (40 << 30) - 2 * (8_030_261_248 + head)
     room -= activation_bytes(config, read_model_config(config.model_dir))
-    room -= 65 * 3 * 32000 * 2
+    max_blocks = -(-(config.max_model_len + 2 * 3 + 1) // 16)
+    room -= 65 * (3 * 32000 * 2 + 4 * (max_blocks + 3 + 8))  # drafts' logits, and the ids of a row
     per_token = 2 * 2 * (32 + 1) * 8 * 128
     assert estimate_num_blocks(config) == room // (16 * per_token)
     assert estimate_num_blocks(replace(config, num_kv_blocks=77)) == 77
