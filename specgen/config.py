@@ -27,6 +27,14 @@ KERNEL_BACKENDS = ("auto", "triton", "reference")
 OVERLONG = ("error", "truncate-left")
 GENERATION_CONFIGS = ("auto", "none")
 MAX_SPECULATIVE_TOKENS = 32
+# Fields that say something of a draft instead of its configuration.
+DRAFT_OVERRIDES = (
+    "draft_revision",
+    "draft_aux_layers",
+    "draft_rope_theta",
+    "draft_norm_output",
+    "draft_norm_before_residual",
+)
 _AUTO = re.compile(r"auto(?::(\d{1,4}))?", re.ASCII)
 
 
@@ -132,6 +140,8 @@ class EngineConfig:
             check_synthetic_acceptance(self.synthetic_acceptance)
         if self.skip_tokenizer_init and self.tokenizer is not None:
             raise UsageError("--skip-tokenizer-init and --tokenizer contradict each other")
+        if self.no_draft and self.draft_model is not None:
+            raise UsageError("--no-draft and --draft-model contradict each other")
         layers = self.draft_aux_layers
         if layers is not None and (not layers or min(layers) < 0 or len(set(layers)) < len(layers)):
             raise UsageError(
@@ -225,6 +235,29 @@ def parse_num_speculative_tokens(value: int | str | None) -> tuple[bool | None, 
             f"--num-speculative-tokens must be at most {MAX_SPECULATIVE_TOKENS}, got {value}"
         )
     return auto, k
+
+
+def refuse_idle_draft_settings(config: EngineConfig) -> None:
+    """Refuse settings of a draft where there is none: they would change nothing.
+
+    Raises:
+        UsageError: naming the flag.
+    """
+    if config.no_draft:
+        reason, hint = "--no-draft is given", "leave one of the two out"
+    elif config.model is not None and config.draft_model is None:
+        reason, hint = "--model without --draft-model has no draft", "give --draft-model"
+    else:
+        return
+    if config.num_speculative_tokens:
+        raise UsageError(f"--num-speculative-tokens needs a draft: {reason}", hint)
+    if config.draft_sample != "greedy":
+        raise UsageError(f"--draft-sample needs a draft: {reason}", hint)
+    if config.rejection_sample == "synthetic":
+        raise UsageError(f"--rejection-sample synthetic needs a draft: {reason}", hint)
+    for name in DRAFT_OVERRIDES:
+        if getattr(config, name) is not None:
+            raise UsageError(f"{_flag(name)} needs a draft: {reason}", hint)
 
 
 def _flag(field: str) -> str:

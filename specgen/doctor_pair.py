@@ -11,9 +11,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from specgen.config import EngineConfig, ResolvedConfig
+from specgen.config import EngineConfig, ResolvedConfig, refuse_idle_draft_settings
 from specgen.doctor_finding import Finding
-from specgen.errors import EnvironmentProblem, RequestError, SpecgenError, UsageError
+from specgen.errors import EnvironmentProblem, RequestError, SpecgenError
 from specgen.wording import counted
 
 if TYPE_CHECKING:
@@ -72,11 +72,16 @@ def _examine(
     model = model or str(BUILTIN_TARGET)
     draft = draft or (str(BUILTIN_DRAFT) if config.model is None else None)
     _try("machine", "settings", lambda: check_revisions(config))
-    if draft is None:
-        _try("machine", "settings", lambda: _refuse_idle_overrides(config))
+    _try("machine", "settings", lambda: refuse_idle_draft_settings(config))
 
+    is_dummy = config.load_format == "dummy"
     directory = _find(
-        "target", model, config.revision, scratch / "target", with_code=config.trust_remote_code
+        "target",
+        model,
+        config.revision,
+        scratch / "target",
+        with_code=config.trust_remote_code,
+        with_weights=not is_dummy,
     )
     yield Finding("target", "directory", model)
     target = _try(
@@ -89,20 +94,30 @@ def _examine(
     on_disk = replace(
         config,
         model=directory,
-        tokenizer=tokenizer,
+        tokenizer=None if config.skip_tokenizer_init else tokenizer,
         draft_model=None,
         revision=None,
         draft_revision=None,
         num_speculative_tokens=0,
         draft_sample="greedy",
+        rejection_sample="standard",
+        synthetic_acceptance=None,
     )
     if draft is not None and not config.no_draft:
-        draft_directory = _find("draft", draft, config.draft_revision, scratch / "draft")
+        draft_directory = _find(
+            "draft",
+            draft,
+            config.draft_revision,
+            scratch / "draft",
+            with_weights=not is_dummy,
+        )
         on_disk = replace(
             on_disk,
             draft_model=draft_directory,
             num_speculative_tokens=config.num_speculative_tokens,
             draft_sample=config.draft_sample,
+            rejection_sample=config.rejection_sample,
+            synthetic_acceptance=config.synthetic_acceptance,
         )
     try:
         resolved = resolve(on_disk)
@@ -113,7 +128,7 @@ def _examine(
         finding = Finding("machine", "settings", error.message, "problem", advice)
         raise _ProblemError(finding) from error
     yield from _tokenizer(resolved)
-    yield from _generation(resolved)
+    yield from _generation(resolved, config.generation_config)
     head = None
     if resolved.draft_dir is not None:
         head, findings = _draft(str(draft), resolved, target)
@@ -127,27 +142,21 @@ def _examine(
     yield from _memory(resolved, target, head, counts, lengths)
 
 
-def _refuse_idle_overrides(config: EngineConfig) -> None:
-    """As a run does: what a flag says of a draft is said in vain where there is none."""
-    for name in (
-        "draft_aux_layers",
-        "draft_rope_theta",
-        "draft_norm_output",
-        "draft_norm_before_residual",
-    ):
-        if getattr(config, name) is not None:
-            raise UsageError(
-                f"--{name.replace('_', '-')} needs a draft: --model without --draft-model has no "
-                "draft",
-                "give --draft-model",
-            )
-
-
 def _find(
-    section: str, name: str, revision: str | None, scratch: Path, *, with_code: bool = False
+    section: str,
+    name: str,
+    revision: str | None,
+    scratch: Path,
+    *,
+    with_code: bool = False,
+    with_weights: bool,
 ) -> str:
-    from specgen.hub import fetch_headers
+    from specgen.hub import fetch_headers, locate
 
+    if not with_weights:
+        return _try(
+            section, name, lambda: locate(name, revision, with_code=with_code, with_weights=False)
+        )
     scratch.mkdir()
     return _try(section, name, lambda: fetch_headers(name, scratch, revision, with_code=with_code))
 
@@ -206,6 +215,9 @@ def _tokenizer(config: ResolvedConfig) -> Iterator[Finding]:
         check_vocabulary(tokenizer, config)
         return tokenizer
 
+    if config.skip_tokenizer_init:
+        yield Finding("target", "tokenizer", "not loaded: prompts must be token ids")
+        return
     try:
         tokenizer = load()
     except SpecgenError as error:
@@ -235,7 +247,8 @@ def _template(tokenizer: Tokenizer) -> Finding:
     return Finding("target", "chat template", "present")
 
 
-def _generation(config: ResolvedConfig) -> Iterator[Finding]:
+def _generation(config: ResolvedConfig, applied: str) -> Iterator[Finding]:
+    """What the model's own defaults come to; `applied` is ``none`` where a run leaves them out."""
     from specgen.resolve import generation_defaults, ignored_generation_keys
     from specgen.sampling_params import SamplingParams
 
@@ -244,6 +257,9 @@ def _generation(config: ResolvedConfig) -> Iterator[Finding]:
 
     ends = ", ".join(map(str, config.eos_token_ids)) or "none"
     yield Finding("target", "end of sequence", ends)
+    if applied == "none":
+        yield Finding("target", "sampling defaults", "left out: --generation-config none")
+        return
     try:
         defaults = generation_defaults(config.model_dir)
         SamplingParams(**defaults)

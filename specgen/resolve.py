@@ -218,8 +218,6 @@ def check_revisions(config: EngineConfig) -> None:
 
 def _draft_dir(config: EngineConfig, with_weights: bool) -> str | None:
     if config.no_draft:
-        if config.draft_model is not None:
-            raise UsageError("--no-draft and --draft-model contradict each other")
         return None
     if config.draft_model is not None:
         return locate(config.draft_model, config.draft_revision, with_weights=with_weights)

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -589,3 +590,84 @@ def test_what_an_engine_refuses_for_its_memory_is_a_problem_and_the_advice_helps
     mended = settings | {advice[1].replace("-", "_"): int(advice[2])}
     Engine(EngineConfig(**options | mended))
     assert problems(**mended) == []
+
+
+def test_every_flag_of_a_run_that_is_about_models_is_one_of_doctor_too() -> None:
+    from specgen.commands.doctor import doctor as doctor_command
+    from specgen.commands.run import run as run_command
+
+    known = {field.name for field in fields(EngineConfig)} - {"seed", "overlong"}  # of rows
+    wanted = {p.name: p.to_info_dict() for p in run_command.params if p.name in known}
+    offered = {p.name: p.to_info_dict() for p in doctor_command.params if p.name in known}
+    assert len(wanted) > 25
+    assert offered == wanted
+
+
+def lose_tokenizer(target: Path) -> None:
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (target / file).unlink()
+
+
+def lose_weights(target: Path) -> None:
+    (target / "model.safetensors").unlink()
+
+
+def ask_for_odd_sampling(target: Path) -> None:
+    (target / "generation_config.json").write_text('{"temperature": "warm"}')
+
+
+@pytest.mark.parametrize(
+    ("spoil", "flags", "text"),
+    [
+        (lose_tokenizer, ["--skip-tokenizer-init"], "not loaded: prompts must be token ids"),
+        (lose_weights, ["--load-format", "dummy"], ""),
+        (ask_for_odd_sampling, ["--generation-config", "none"], "left out: --generation-config"),
+    ],
+)
+def test_a_flag_that_lets_a_run_begin_mends_what_doctor_says(
+    pair: tuple[Path, Path], tmp_path: Path, spoil: Any, flags: list[str], text: str
+) -> None:
+    target = Path(shutil.copytree(pair[0], tmp_path / "target"))
+    spoil(target)
+    line = {"prompt_token_ids": [5, 6], "max_tokens": 2}
+    (tmp_path / "in.jsonl").write_text(json.dumps(line) + "\n")
+    models = ["--model", str(target), "--draft-model", str(pair[1]), "--device", "cpu"]
+    looked = CliRunner().invoke(cli, ["doctor", *models])
+    assert looked.exit_code == 5
+    assert CliRunner().invoke(cli, ["run", str(tmp_path / "in.jsonl"), *models]).exit_code != 0
+    looked = CliRunner().invoke(cli, ["doctor", *models, *flags])
+    assert looked.exit_code == 0, looked.stdout
+    assert text in looked.stdout
+    ran = CliRunner().invoke(cli, ["run", str(tmp_path / "in.jsonl"), *models, *flags])
+    assert ran.exit_code == 0, ran.stderr
+
+
+def test_no_draft_looks_at_no_draft() -> None:
+    result = CliRunner().invoke(cli, ["doctor", "--no-draft", "--device", "cpu", "--json"])
+    assert result.exit_code == 0, result.stdout
+    sections = {finding["section"] for finding in json.loads(result.stdout)["findings"]}
+    assert "target" in sections
+    assert "draft" not in sections
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--no-draft", "--draft-sample", "gumbel"],
+        ["--no-draft", "--num-speculative-tokens", "2"],
+        ["--no-draft", "--draft-model", "d"],
+        ["--draft-rope-theta", "1e5", "--no-draft"],
+        ["--rejection-sample", "synthetic"],
+        ["--synthetic-acceptance", "2", "--rejection-sample", "synthetic", "--no-draft"],
+        ["--synthetic-acceptance", "9", "--rejection-sample", "synthetic"],
+        ["--draft-norm-output", "true", "--draft-model", "."],
+        ["--skip-tokenizer-init", "--tokenizer", "t"],
+    ],
+)
+def test_flags_that_a_run_refuses_are_refused_in_the_same_words(flags: list[str]) -> None:
+    ran = CliRunner().invoke(cli, ["run", __file__, "--device", "cpu", *flags])
+    assert ran.exit_code not in (0, 1, 3)
+    looked = CliRunner().invoke(cli, ["doctor", "--device", "cpu", *flags])
+    assert looked.exit_code in (2, 5)
+    message = ran.stderr.splitlines()[0].removeprefix("error: ").split(";")[0]
+    assert message in looked.output

@@ -7,9 +7,8 @@ from typing import Any
 
 import click
 
-from specgen.commands.draft_flags import DRAFT_OVERRIDES
-from specgen.commands.flags import NUM_SPECULATIVE_TOKENS, with_options
-from specgen.config import DEVICES, DTYPES, EngineConfig
+from specgen.commands.flags import DRAFT, MODEL, TOKENIZER, with_options
+from specgen.config import EngineConfig
 from specgen.errors import ExitCode
 
 __all__ = ["doctor"]
@@ -33,26 +32,6 @@ def _lengths(
 
 
 _FLAGS = [
-    click.option("--model", metavar="DIR|ID", help="Target model; default: the built-in pair."),
-    click.option("--draft-model", metavar="DIR|ID", help="Draft; must fit the target."),
-    click.option("--revision", metavar="REV", help="Revision of a model from the hub."),
-    click.option("--tokenizer", metavar="DIR|ID", help="Tokenizer, if not the model's own."),
-    click.option("--trust-remote-code", is_flag=True, help="Run code that comes with a model."),
-    click.option("--chat-template", metavar="FILE|TEXT", help="If not the model's own."),
-    click.option("--dtype", type=click.Choice(DTYPES), default="auto", show_default=True),
-    click.option("--device", type=click.Choice(DEVICES), default="auto", show_default=True),
-    click.option("--max-model-len", type=int, metavar="N", help="Longest prompt plus completion."),
-    click.option("--max-num-seqs", type=int, metavar="N", help="Completions that run at a time."),
-    click.option("--max-num-batched-tokens", type=int, metavar="N", help="Prompt tokens a step."),
-    click.option(
-        "--gpu-memory-utilization",
-        type=float,
-        default=0.9,
-        show_default=True,
-        help="Share of the GPU's memory to use.",
-    ),
-    NUM_SPECULATIVE_TOKENS,
-    *DRAFT_OVERRIDES,
     click.option(
         "--lengths",
         callback=_lengths,
@@ -64,12 +43,13 @@ _FLAGS = [
 
 
 @click.command()
-@with_options(_FLAGS)
+@with_options(TOKENIZER, MODEL, DRAFT, _FLAGS)
 def doctor(lengths: tuple[int, ...] | None, as_json: bool, **flags: Any) -> int:
     """Say what this machine offers, and whether a target and a draft fit together.
 
     Looks at software, GPU, Triton, and the configurations, tokenizer and tensor headers of the
-    models; loads no weights. Exit code 0 if specgen can run here, else 5.
+    models; loads no weights. Takes all flags of `specgen run` that are about models. Exit code 0 if
+    specgen can run here, else 5.
     """
     from specgen.doctor import examine
 

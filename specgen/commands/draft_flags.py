@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-__all__ = ["DRAFT_OVERRIDES", "DRAFT_OVERRIDE_FLAGS"]
+__all__ = ["DRAFT_OVERRIDES"]
 
 
 def _layers(
@@ -52,10 +52,3 @@ DRAFT_OVERRIDES = [
         help="Whether the draft's residual is its normed state.",
     ),
 ]
-DRAFT_OVERRIDE_FLAGS = (
-    "draft_revision",
-    "draft_aux_layers",
-    "draft_rope_theta",
-    "draft_norm_output",
-    "draft_norm_before_residual",
-)

@@ -6,8 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from specgen.commands.draft_flags import DRAFT_OVERRIDE_FLAGS
-from specgen.config import EngineConfig
+from specgen.config import DRAFT_OVERRIDES, EngineConfig, refuse_idle_draft_settings
 from specgen.errors import UsageError
 from specgen.request_io.shard import Shard
 from specgen.wording import legible
@@ -24,7 +23,7 @@ _ENGINE_FLAGS = (
     "trust_remote_code", "generation_config", "chat_template", "draft_model",
     "skip_tokenizer_init", "synthetic_acceptance",
     "num_speculative_tokens", "draft_sample", "rejection_sample", "no_draft", "seed", "overlong",
-    *DRAFT_OVERRIDE_FLAGS,
+    *DRAFT_OVERRIDES,
 )  # fmt: skip
 _SAMPLING_FLAGS = (
     "temperature", "top_p", "top_k", "max_tokens", "n", "stop", "stop_token_ids", "ignore_eos",
@@ -79,11 +78,12 @@ class RunOptions:
         sampling = {name: flags[name] for name in _SAMPLING_FLAGS if flags[name] not in (None, ())}
         if not flags["ignore_eos"]:
             del sampling["ignore_eos"]
-        _check_draft_flags(flags)
+        config = EngineConfig(**{name: flags[name] for name in _ENGINE_FLAGS})
+        refuse_idle_draft_settings(config)
         _check_output_flags(flags)
         return cls(
             inputs=inputs,
-            config=EngineConfig(**{name: flags[name] for name in _ENGINE_FLAGS}),
+            config=config,
             sampling=sampling,
             read=read_options(flags, sampling_of(sampling, {})),
             command=command,
@@ -152,25 +152,6 @@ def _check_output_flags(flags: dict[str, Any]) -> None:
                 f"--{name.replace('_', '-')} needs an output file",
                 "give -o FILE; on standard output rows come as they finish",
             )
-
-
-def _check_draft_flags(flags: dict[str, Any]) -> None:
-    """Refuse flags of a draft where there is none: they would change nothing."""
-    if flags["no_draft"]:
-        reason, hint = "--no-draft is given", "leave one of the two out"
-    elif flags["model"] is not None and flags["draft_model"] is None:
-        reason, hint = "--model without --draft-model has no draft", "give --draft-model"
-    else:
-        return
-    if flags["num_speculative_tokens"]:
-        raise UsageError(f"--num-speculative-tokens needs a draft: {reason}", hint)
-    if flags["draft_sample"] != "greedy":
-        raise UsageError(f"--draft-sample needs a draft: {reason}", hint)
-    if flags["rejection_sample"] == "synthetic":
-        raise UsageError(f"--rejection-sample synthetic needs a draft: {reason}", hint)
-    for name in DRAFT_OVERRIDE_FLAGS:
-        if flags[name] is not None:
-            raise UsageError(f"--{name.replace('_', '-')} needs a draft: {reason}", hint)
 
 
 def sampling_of(given: dict[str, Any], model_defaults: dict[str, Any]) -> SamplingParams:
