@@ -21,8 +21,8 @@ from fake_engine import FakeEngine
 
 import specgen
 from specgen.cli import cli
-from specgen.commands import run_options
 from specgen.commands import run as run_command
+from specgen.commands import run_options
 from specgen.commands.run import run
 from specgen.commands.run_options import sampling_of
 from specgen.config import DRAFT_OVERRIDES, EngineConfig
