@@ -8,6 +8,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -144,7 +145,7 @@ def _digests(options: RunOptions, count: int) -> Iterator[str] | None:
     """Hashes of the first `count` lines of the input; None if it can be read only once."""
     from specgen.request_io.source import read_lines
 
-    if not all(os.path.isfile(path) for path in options.inputs):
+    if not _are_files(options.inputs):
         return None
     limit = options.read.limit
     count = count if limit is None else min(count, limit)
@@ -187,7 +188,7 @@ def _drive(options: RunOptions, job: Job) -> None:
     """Load, run, complete the output."""
     from specgen.request_io.read_ahead import ReadAhead
     from specgen.request_io.reader import read_rows
-    from specgen.request_io.source import STDIN, InputState, count_rows, read_lines
+    from specgen.request_io.source import InputState, count_rows, read_lines
 
     started, state = datetime.now(UTC), InputState(options.inputs)
     total = count_rows(options.inputs, options.read.limit)
@@ -202,8 +203,9 @@ def _drive(options: RunOptions, job: Job) -> None:
     if options.config.load_format == "dummy":
         job.display.warn("--load-format dummy: the weights are random, and so is the text")
     _warn_of_ignored(settings["generation_config_ignored"], job.display)
+    _warn_of_template(options, settings, job.display)
     read = replace(options.read, sampling=sampling)
-    if all(path != STDIN and os.path.isfile(path) for path in options.inputs):
+    if _are_files(options.inputs):
         job.run(engine, read_rows(options.inputs, read, job.writer.keep))
     else:  # a pipe may keep its lines waiting, finished rows must not wait with them
         lines = ReadAhead(read_lines(options.inputs))
@@ -313,6 +315,40 @@ def _warn_of_ignored(keys: dict[str, Any], display: Display) -> None:
             f"the model's generation_config.json asks for {listed}: not applied",
             "--generation-config none ignores that file in whole",
         )
+
+
+def _warn_of_template(options: RunOptions, settings: dict[str, Any], display: Display) -> None:
+    """Say before the first row what will become of `messages` that nothing can render."""
+    hint = 'rows with "messages" will fail: give --chat-template'
+    if (fault := settings.get("chat_template_fault")) is not None:
+        display.warn(f"the model's chat template is not a Jinja template: {fault}", hint)
+    elif (
+        not settings.get("has_chat_template", True)
+        and not options.config.skip_tokenizer_init
+        and _begins_with_messages(options)
+    ):
+        first = legible(options.inputs[0])
+        display.warn(f'{first} begins with "messages", and the model has no chat template', hint)
+
+
+def _begins_with_messages(options: RunOptions) -> bool:
+    """Whether the first row of inputs that can be read again is a chat."""
+    from specgen.request_io.reader import parse_line
+    from specgen.request_io.source import read_lines
+
+    if not _are_files(options.inputs):
+        return False
+    with closing(read_lines(options.inputs)) as lines:
+        first = next(islice(lines, options.read.limit), None)
+    row = None if first is None else parse_line(first, 0, options.read)
+    return getattr(row, "messages", None) is not None
+
+
+def _are_files(inputs: tuple[str, ...]) -> bool:
+    """Whether all inputs can be read again, and keep nobody waiting."""
+    from specgen.request_io.source import STDIN
+
+    return all(path != STDIN and os.path.isfile(path) for path in inputs)
 
 
 def _meta(

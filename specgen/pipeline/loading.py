@@ -97,6 +97,7 @@ class Pipeline:
             "draft_logits_bytes": self.state.draft_logits_bytes,
             "adds_bos": self.tokenizer.adds_bos,
             "has_chat_template": self.tokenizer.has_chat_template,
+            "chat_template_fault": self.tokenizer.template_fault,
             "target_backend": self.target.config.backend,
             "target_notes": list(self.target.notes),
             "draft_layout": None if self.draft_config is None else self.draft_config.layout,

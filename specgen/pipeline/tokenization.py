@@ -48,7 +48,11 @@ class Tokenizer:
             ) from error
         if chat_template is not None:
             self._tokenizer.chat_template = read_template(chat_template)
-            self._check_template()
+            if self.template_fault is not None:
+                raise ModelError(
+                    f"--chat-template: not a Jinja template: {self.template_fault}",
+                    "give a file with a Jinja template, or the template itself",
+                )
 
     @property
     def eos_token_id(self) -> int | None:
@@ -138,28 +142,36 @@ class Tokenizer:
         return tuple(encoded["input_ids"])
 
     def require_template(self, flag: str | None) -> None:
-        """Refuse a `flag` that needs a chat template where there is none.
+        """Refuse a `flag` that needs a chat template where there is none that could render.
 
         Raises:
-            ModelError: the tokenizer has no template; every row would fail.
+            ModelError: the tokenizer has no template, or it is not Jinja; every row would fail.
         """
-        if flag is not None and not self.has_chat_template:
+        if flag is None:
+            return
+        hint = "give one with --chat-template, or leave the flag out"
+        if not self.has_chat_template:
+            raise ModelError(f"{flag}: the tokenizer has no chat template", hint)
+        if self.template_fault is not None:
             raise ModelError(
-                f"{flag}: the tokenizer has no chat template",
-                "give one with --chat-template, or leave the flag out",
+                f"{flag}: the tokenizer's chat template is not a Jinja template: "
+                f"{self.template_fault}",
+                hint,
             )
 
-    def _check_template(self) -> None:
-        """Refuse a template that no messages could pass; what it says of these does not matter."""
+    @cached_property
+    def template_fault(self) -> str | None:
+        """Why no messages could pass the chat template, with the line of it that is no Jinja.
+
+        None if it is a template, whatever it says of single messages, and if there is none.
+        """
+        if not self.has_chat_template:
+            return None
         try:
             self._tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
         except Exception as error:  # a template raises whatever its author chose
-            if type(error).__name__ == "TemplateSyntaxError":
-                line = getattr(error, "lineno", None)
-                raise ModelError(
-                    f"--chat-template: not a Jinja template: {error} (line {line})",
-                    "give a file with a Jinja template, or the template itself",
-                ) from error
+            return _why(error) if _is_no_jinja(error) else None
+        return None
 
     def _render(self, row: PromptRow) -> str:
         if not self.has_chat_template:
@@ -176,7 +188,9 @@ class Tokenizer:
             )
         except Exception as error:  # a template raises whatever its author chose
             raise RequestError(
-                "chat_template_error", f'"messages" do not fit the chat template: {error}', row.line
+                "chat_template_error",
+                f'"messages" do not fit the chat template: {_why(error)}',
+                row.line,
             ) from error
         return text
 
@@ -187,6 +201,7 @@ class NoTokenizer:
     eos_token_id = None
     adds_bos = False
     has_chat_template = False
+    template_fault = None
 
     def encode(
         self, row: PromptRow, *, limit: int | None = None, cut: bool = False
@@ -218,6 +233,17 @@ class NoTokenizer:
         """No text."""
         del token_ids
         return ""
+
+
+def _is_no_jinja(error: Exception) -> bool:
+    # jinja2 is imported by transformers alone, when it renders: its error is known by name.
+    return "TemplateSyntaxError" in (kind.__name__ for kind in type(error).__mro__)
+
+
+def _why(error: Exception) -> str:
+    """What a template's error says, with the template's line where it cannot be parsed."""
+    line = getattr(error, "lineno", None) if _is_no_jinja(error) else None
+    return str(error) if line is None else f"{error} (line {line})"
 
 
 def read_template(template: str) -> str:

@@ -14,7 +14,7 @@ import os
 import stat
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import BinaryIO, cast
@@ -234,7 +234,7 @@ def _is_skippable_frame(head: bytes) -> bool:
     return len(head) == _MAGIC_BYTES and head[1:] == b"\x2a\x4d\x18" and head[0] >> 4 == 5
 
 
-def read_lines(paths: Sequence[str]) -> Iterator[RawLine]:
+def read_lines(paths: Sequence[str]) -> Generator[RawLine]:
     """Lines of all inputs in order, blank ones skipped.
 
     Raises:

@@ -234,6 +234,86 @@ def test_messages_without_a_template_cost_their_rows(case: Path) -> None:
     assert second["status"] == "ok"
 
 
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+ENVELOPE = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": CHAT}
+PROMPT = {"prompt": "a", "max_tokens": 2}
+NO_TEMPLATE = 'begins with "messages", and the model has no chat template'
+
+
+def warnings_of(result: Result) -> list[str]:
+    """Those that came before the first row."""
+    lines = result.stderr.splitlines()
+    end = next((i for i, line in enumerate(lines) if "in.jsonl:" in line), len(lines))
+    return [line for line in lines[:end] if line.startswith("warning: ")]
+
+
+@pytest.mark.parametrize(
+    ("first", "flags", "is_known"),
+    [
+        (CHAT, (), True),
+        (ENVELOPE, (), True),
+        (PROMPT, (), False),
+        (CHAT, ("--chat-template", "{{ messages[0].content }}"), False),
+        (CHAT, ("--apply-chat-template", "never"), False),  # the row says why it fails
+        (CHAT, ("--limit", "0"), False),
+    ],
+)
+def test_the_first_line_tells_before_the_run_that_a_template_is_missing(
+    case: Path, first: dict[str, Any], flags: tuple[str, ...], is_known: bool
+) -> None:
+    drop_template(case)
+    Path("in.jsonl").write_text("\n" + "".join(json.dumps(line) + "\n" for line in (first, PROMPT)))
+    result = run("text-eagle3", *flags)
+    assert result.exit_code in (0, 3), result.stderr
+    found = [line for line in warnings_of(result) if NO_TEMPLATE in line]
+    assert len(found) == is_known, result.stderr
+    assert result.stderr.count(NO_TEMPLATE) == is_known
+
+
+def test_a_template_that_is_there_is_not_missed_and_a_pipe_is_not_read_ahead(case: Path) -> None:
+    lines = json.dumps(CHAT) + "\n" + json.dumps(PROMPT) + "\n"
+    Path("in.jsonl").write_text(lines)
+    assert NO_TEMPLATE not in run().stderr
+    drop_template(case)
+    args = ["run", "-", "-o", "piped", "--device", "cpu", "--model", "text"]
+    result = CliRunner().invoke(cli, args, input=lines)
+    assert result.exit_code == 3
+    assert NO_TEMPLATE not in result.stderr
+    assert len(Path("piped").read_text().splitlines()) == 2
+
+
+BROKEN = "{% for m in messages %}\n{{ m['content'] }}\n{% if %}"
+
+
+@pytest.mark.parametrize("flags", [("--apply-chat-template", "always"), ("--system-prompt", "Be")])
+def test_flags_that_need_the_template_are_refused_when_it_is_broken(
+    case: Path, flags: tuple[str, str]
+) -> None:
+    (case / "text" / "chat_template.jinja").write_text(BROKEN)
+    before = sorted(os.listdir())
+    refused(before, run("text-eagle3", *flags), flags[0], "not a Jinja template", "(line 3)")
+    found = CliRunner().invoke(cli, ["validate", "in.jsonl", "--model", "text", *flags])
+    assert found.exit_code == 5
+    assert "(line 3)" in found.stderr
+
+
+def test_a_broken_template_is_said_once_with_its_line(case: Path) -> None:
+    (case / "text" / "chat_template.jinja").write_text(BROKEN)
+    Path("in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (PROMPT, CHAT, CHAT)))
+    result = run()
+    assert result.exit_code == 3
+    rows = [json.loads(line) for line in Path("out").read_text().splitlines()]
+    assert [row["status"] for row in rows] == ["ok", "error", "error"]
+    assert "(line 3)" in rows[1]["error"]["message"]
+    said = "the model's chat template is not a Jinja template"
+    (warning,) = [line for line in warnings_of(result) if said in line]
+    assert "(line 3)" in warning
+    assert result.stderr.count(said) == 1
+    replaced = run("text-eagle3", "--chat-template", "{{ messages[0].content }}", "--overwrite")
+    assert replaced.exit_code == 0, replaced.stderr
+    assert said not in replaced.stderr
+
+
 def test_what_a_model_asks_in_vain_is_said_and_kept(case: Path) -> None:
     values = {"temperature": 0.5, "repetition_penalty": 1.05, "eos_token_id": [2, 9]}
     (case / "text" / "generation_config.json").write_text(json.dumps(values))
