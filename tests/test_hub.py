@@ -228,10 +228,12 @@ def test_what_needs_no_weights_fetches_none(hub: FakeHub, tmp_path: Path) -> Non
         ["validate", "in.jsonl", "--model", "org/model"],
         [*run, "--model", *texts[:1], "--draft-model", texts[1], "--load-format", "dummy"],
         [*run, "--model", str(head), "--tokenizer", "org/model"],
+        ["doctor", "--model", texts[0], "--draft-model", texts[1], "--load-format", "dummy"],
+        ["doctor", "--model", "org/texts", "--load-format", "dummy"],  # which has none
     ):
         hub.fetched.clear()
         done = specgen_command(hub, tmp_path, *args)
-        assert done.returncode == 0, done.stderr
+        assert done.returncode == 0, done.stdout + done.stderr
         weights = [name for name in hub.fetched if name.endswith((".safetensors", ".bin"))]
         assert not weights, args
 
