@@ -9,6 +9,7 @@ which Triton kernels of specgen ran: the proof that the step calls them and not 
 from __future__ import annotations
 
 import importlib
+import pkgutil
 from collections import defaultdict
 from typing import Any
 
@@ -16,10 +17,10 @@ import click
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+import specgen.kernels
 from benchmarks.draft_sample import HELD_OUT, read_rows
 from benchmarks.record import write_record
 from specgen import Engine, EngineConfig
-from specgen.kernels import KERNEL_MODULES
 
 
 def triton_kernel_names() -> dict[str, str]:
@@ -27,7 +28,7 @@ def triton_kernel_names() -> dict[str, str]:
     from triton.runtime.jit import JITFunction
 
     names: dict[str, str] = {}
-    for module_name in KERNEL_MODULES:
+    for module_name in (info.name for info in pkgutil.iter_modules(specgen.kernels.__path__)):
         module = importlib.import_module(f"specgen.kernels.{module_name}")
         for name, value in vars(module).items():
             if isinstance(value, JITFunction):
