@@ -208,6 +208,7 @@ def _measure_all(flags: dict[str, Any], models: _Models, jobs: list[Job]) -> Non
             "max_num_seqs": flags["max_num_seqs"] or (max(batches) if batches else None),
         }
     )
+    refuse_idle_draft_settings(config)
     resolved = resolve(config)
     check_batch(jobs, resolved, estimate_num_blocks(resolved))
     click.echo(f"loading {models.name}", err=True)

@@ -136,6 +136,13 @@ def test_refusals_come_at_once_and_name_what_would_fit(args: tuple[str, ...], me
     assert "loading" not in result.stderr
 
 
+@pytest.mark.parametrize("flags", [("--num-speculative-tokens", "3"), ("--draft-sample", "gumbel")])
+def test_settings_of_a_draft_that_is_not_there_are_refused(flags: tuple[str, ...]) -> None:
+    result = bench("--no-draft", *flags)
+    assert result.exit_code == 2
+    assert f"{flags[0]} needs a draft: --no-draft is given" in result.stderr
+
+
 def test_a_preset_beside_real_weights_needs_to_be_asked_for(tmp_path: Path) -> None:
     (tmp_path / "head").mkdir()
     result = bench("--model", "llama-3.1-8b", "--draft-model", str(tmp_path / "head"))
