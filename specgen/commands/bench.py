@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from specgen.commands.flags import DRAFT, with_options
-from specgen.config import DEVICES, DTYPES, LOAD_FORMATS, EngineConfig
+from specgen.config import (
+    DEVICES,
+    DTYPES,
+    LOAD_FORMATS,
+    EngineConfig,
+    refuse_idle_draft_settings,
+)
 from specgen.errors import UsageError
 
 if TYPE_CHECKING:
