@@ -20,7 +20,7 @@ Run = Callable[..., Result]
 GOOD = b'{"prompt": "good", "custom_id": "g"}'
 #: Each line and the code of the error row it becomes; None for a row that runs.
 LINES: list[tuple[bytes, str | None]] = [
-    (b'{"prompt": "' + b"x" * 70_000_000 + b'"}', "line_too_long"),
+    (b'{"prompt": "' + b"x" * 100_000_000 + b'"}', "line_too_long"),
     (b'{"prompt": "a", "x": ' + b"[" * 10_000 + b"]" * 10_000 + b"}", "invalid_json"),
     (b'{"prompt": "a", "x": ' + b'{"y":' * 10_000 + b"1" + b"}" * 10_000 + b"}", "invalid_json"),
     (b"[" * 100_000, "invalid_json"),
