@@ -82,7 +82,6 @@ class Drafter:
         self._model.write_cache(next_ids, hidden, batch.metadata, self._caches)
         if num_speculative_tokens == 0 or slot_ids.numel() == 0:
             return
-        state = self._state
         max_context_len = batch.metadata.max_context_len
         last_pair = self._inputs(slot_ids, step=0)
         logits_hidden, feedback = self._pass(
@@ -93,9 +92,7 @@ class Drafter:
             logits_hidden,
             feedback,
             last_pair.next_positions,
-            self._kernels.batch_inputs.sampling_rows(
-                slot_ids, state.temperature, state.seeds, state.sample_index, state.seq_lens
-            ),
+            self._state.sampling_rows(self._kernels, slot_ids),
             num_speculative_tokens,
             shared_prefix=None,
             max_context_len=max_context_len,

@@ -223,9 +223,7 @@ class ModelRunner:
         )
         hidden, aux = self._target.forward(inputs.input_ids.flatten(), metadata, self._caches)
         logits = self._target.compute_logits(hidden).unflatten(0, (-1, k + 1))
-        sampling = self._kernels.batch_inputs.sampling_rows(
-            slot_ids, state.temperature, state.seeds, state.sample_index, state.seq_lens
-        )
+        sampling = state.sampling_rows(self._kernels, slot_ids)
         tokens, num_sampled, ok = self._rejection_sampler.verify(
             logits, slot_ids, inputs, sampling, needs_filter=needs_filter
         )

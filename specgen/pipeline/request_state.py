@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from specgen.kernels import Kernels
+from specgen.kernels.batch_types import SamplingRows
 from specgen.pipeline.request import Request
 from specgen.pipeline.uploads import pinned, upload
 
@@ -86,6 +88,13 @@ class RequestState:
     def draft_logits_bytes(self) -> int:
         """Memory that the ratio rule's draft logits take; 0 for greedy drafts."""
         return 0 if self.draft_logits is None else self.draft_logits.nbytes
+
+    def sampling_rows(self, kernels: Kernels, slot_ids: torch.Tensor) -> SamplingRows:
+        """What drawing tokens of the rows of ``slot_ids`` (int32 [B], -1 padding) depends on."""
+        gathered: SamplingRows = kernels.batch_inputs.sampling_rows(
+            slot_ids, self.temperature, self.seeds, self.sample_index, self.seq_lens
+        )
+        return gathered
 
     def rows(self, slot_ids: torch.Tensor) -> torch.Tensor:
         """Row indices (int64) of ``slot_ids``: padding slots (-1) go to the spare row."""

@@ -29,20 +29,20 @@ class Sampler:
             Tokens int32 [B, 1] (-1 where the logits were unusable), and bool [B]: usable.
         """
         state = self._state
-        rows = state.rows(slot_ids)
-        temperature = state.temperature[rows]
+        sampling = state.sampling_rows(self._kernels, slot_ids)
         logits = logits[:, None, :]
         thresholds = None
         if needs_filter:
+            rows = state.rows(slot_ids)
             thresholds = self._kernels.logits.filter_thresholds(
-                logits, temperature, state.top_k[rows], state.top_p[rows]
+                logits, sampling.temperature, state.top_k[rows], state.top_p[rows]
             )
         tokens, ok = self._kernels.gumbel.gumbel_sample(
             logits,
-            temperature,
-            state.seeds[rows],
-            state.seq_lens[rows][:, None],
-            state.sample_index[rows],
+            sampling.temperature,
+            sampling.seeds,
+            sampling.seq_lens[:, None],
+            sampling.sample_index,
             TARGET,
             0,
             thresholds,
