@@ -11,7 +11,7 @@ import pytest
 from benchmarks.record import RESULTS, command_of
 
 
-@pytest.mark.parametrize("place", [["--output-dir", "/root/out"], ["--output-dir=/root/out"]])
+@pytest.mark.parametrize("place", [["--output-dir", "/a/place"], ["--output-dir=/a/place"]])
 def test_a_command_is_told_without_the_place_it_wrote_to(place: list[str]) -> None:
     found = command_of(["-m", "benchmarks.x", "--k", "0,3", *place, "--name", "y z"])
     assert found == "python -m benchmarks.x --k 0,3 --name 'y z'"
