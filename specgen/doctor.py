@@ -17,6 +17,7 @@ from specgen import __version__
 from specgen.config import EngineConfig
 from specgen.doctor_finding import Finding
 from specgen.errors import EnvironmentProblem
+from specgen.wording import first_line
 
 __all__ = ["Finding", "examine", "gpu_names", "versions"]
 
@@ -56,7 +57,7 @@ def examine(
     try:
         import torch
     except Exception as error:
-        yield Finding("software", "torch import", _first_line(error), "problem", "reinstall torch")
+        yield Finding("software", "torch import", first_line(error), "problem", "reinstall torch")
         return
     yield from _machine(torch)
     yield from _kernels(torch)
@@ -143,8 +144,3 @@ def _kernels(torch: Any) -> Iterator[Finding]:
         return
     yield Finding("kernels", "triton", "compiles and runs")
     yield Finding("kernels", "backend", "triton")
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

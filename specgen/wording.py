@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["counted", "legible", "printable"]
+__all__ = ["counted", "first_line", "legible", "printable"]
 
 # Control characters, and those that reorder what stands around them.
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
@@ -13,6 +13,12 @@ _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u
 def counted(number: int, noun: str) -> str:
     """`1 row`, `2 rows`, `1,000 rows`."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, without the story behind it; its kind where it says nothing."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
 def printable(text: str) -> str:

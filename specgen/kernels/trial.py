@@ -10,6 +10,7 @@ import torch
 
 from specgen.errors import EnvironmentProblem
 from specgen.kernels import select_kernels
+from specgen.wording import first_line
 
 __all__ = ["try_triton"]
 
@@ -32,7 +33,7 @@ def try_triton(device: str = "cuda") -> None:
         raise
     except Exception as error:  # compilers, linkers and drivers each have their own
         raise EnvironmentProblem(
-            f"Triton does not work: {_first_line(error)}",
+            f"Triton does not work: {first_line(error)}",
             "check the C compiler, the linker and the driver, or run with --device cpu",
         ) from error
     if not difference <= _TOLERANCE:
@@ -40,8 +41,3 @@ def try_triton(device: str = "cuda") -> None:
             f"Triton computes wrong results, off by {difference:g}",
             "check the driver, or run with --device cpu",
         )
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
