@@ -19,6 +19,7 @@ __all__ = [
     "check_narrowed",
     "check_shape",
     "check_tensors",
+    "copy_converted",
     "fill_tensors",
     "named_dtype",
     "refuse_quantized",
@@ -27,6 +28,7 @@ __all__ = [
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # Rope frequencies that old checkpoints store; they follow from the configuration.
 _DERIVED_SUFFIX = "rotary_emb.inv_freq"
+_ELEMENTS_AT_ONCE = 1 << 20
 # What GPTQ, AWQ, FP8, compressed-tensors, bitsandbytes and MLX store beside or instead of weights.
 _QUANTIZED_SUFFIXES = (
     ".SCB",
@@ -131,9 +133,27 @@ def fill_tensors(slots: Mapping[str, torch.Tensor], checkpoint: Checkpoint) -> N
         ModelError: a value does not fit float16.
     """
     for name, tensor in checkpoint.stream(set(slots)):
-        slots[name].copy_(tensor)
+        copy_converted(slots[name], tensor)
         check_narrowed(f'{checkpoint.tensors[name].file}: tensor "{name}"', tensor, slots[name])
         del tensor  # not to be held while the next file is read
+
+
+def copy_converted(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy into a tensor that may be elsewhere and of another dtype, without a second copy.
+
+    On its way to a GPU torch converts a tensor as a whole, and on the host: in parts, that costs
+    next to nothing.
+
+    Args:
+        target: any shape, dtype and device.
+        source: of that shape.
+    """
+    if source.dim() == 0 or source.dtype == target.dtype:
+        target.copy_(source)
+        return
+    num_rows = max(1, _ELEMENTS_AT_ONCE // max(1, source[:1].numel()))
+    for target_rows, rows in zip(target.split(num_rows), source.split(num_rows), strict=True):
+        target_rows.copy_(rows)
 
 
 def check_narrowed(what: str, stored: torch.Tensor, narrowed: torch.Tensor) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from specgen.errors import ModelError
 from specgen.models.checkpoint import Checkpoint
-from specgen.models.filling import FLOATS, check_narrowed, refuse_quantized
+from specgen.models.filling import FLOATS, check_narrowed, copy_converted, refuse_quantized
 
 __all__ = ["fill_from_checkpoint"]
 
@@ -40,9 +40,13 @@ class _Reader:
         with self._lock:
             stored = self._checkpoint.load(name)
             # A pickle's tensors are pages of its file: those are not to be the model's.
-            is_mapped = info.file.suffix != ".safetensors"
-            tensor = stored.to(device=self._device, dtype=dtype, copy=is_mapped)
-        check_narrowed(f'{info.file}: tensor "{name}"', stored, tensor)
+            if info.file.suffix == ".safetensors" and self._device.type == "cpu":
+                tensor = stored.to(dtype=dtype)
+            else:
+                tensor = torch.empty_like(stored, dtype=dtype, device=self._device)
+                copy_converted(tensor, stored)
+            check_narrowed(f'{info.file}: tensor "{name}"', stored, tensor)
+            del stored  # before the next thread reads
         return tensor
 
 

@@ -22,8 +22,8 @@ def kernels_that(monkeypatch: pytest.MonkeyPatch, norm: Any) -> None:
     )
 
 
-def test_it_passes_where_kernels_work() -> None:
-    trial.try_triton("cpu")
+def test_it_passes_where_kernels_work(device: str) -> None:
+    trial.try_triton(device)
 
 
 @pytest.mark.parametrize(

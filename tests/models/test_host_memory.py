@@ -72,7 +72,7 @@ def check_peak(device: str, shards: list[Path], *models: Path) -> None:
             "PYTHONPATH": os.pathsep.join((str(Path(specgen.__file__).parents[1]), *sys.path)),
             "OMP_NUM_THREADS": "1",
             # Freed memory goes back at once, as that of tensors of real sizes does anyway.
-            "MALLOC_MMAP_THRESHOLD_": "1000000",
+            "MALLOC_MMAP_THRESHOLD_": "65536",
         },
         capture_output=True,
         text=True,
