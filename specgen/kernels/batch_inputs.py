@@ -99,6 +99,7 @@ def _extend_inputs_kernel(
     slot_mapping_ptr,
     context_lens_ptr,
     last_idx_ptr,
+    last_positions_ptr,
     next_positions_ptr,
     num_columns,
     table_stride,
@@ -124,6 +125,7 @@ def _extend_inputs_kernel(
     tl.store(slot_mapping_ptr + out, slots, mask=inside)
     tl.store(context_lens_ptr + row, tl.where(count > 0, first + count, 0))
     tl.store(last_idx_ptr + row, row * WIDTH + tl.maximum(count - 1, 0))
+    tl.store(last_positions_ptr + row, tl.where(count > 0, first + count - 1, 0))
     tl.store(next_positions_ptr + row, tl.where(count > 0, first + 1 + count, -1))
 
 
@@ -279,6 +281,7 @@ def extend_inputs(
         slot_mapping=torch.empty((batch, width), dtype=torch.int64, device=device),
         context_lens=torch.empty((batch,), dtype=torch.int32, device=device),
         last_idx=torch.empty((batch,), dtype=torch.int64, device=device),
+        last_positions=torch.empty((batch,), dtype=torch.int32, device=device),
         next_positions=torch.empty((batch,), dtype=torch.int32, device=device),
     )
     if batch == 0:
@@ -317,7 +320,7 @@ def draft_inputs(
         seq_lens: int32 `[S]`, after the commit.
         active: bool `[S]`, after the commit.
         block_tables: int32 `[S, MB]`.
-        step: 1 for the first pass after the extend pass; 0: the row's last true pair once more.
+        step: 1 for the first pass after the extend pass; 0: the row's last true pair.
         block_size: tokens in a cache block.
 
     Returns:

@@ -66,6 +66,8 @@ class ExtendInputs(NamedTuple):
     """int32 `[B]`: first position + committed tokens; 0 on inert rows."""
     last_idx: Tensor
     """int64 `[B]`: the last true pair, counted over `[B*(k+1)]`; the row's start if inert."""
+    last_positions: Tensor
+    """int32 `[B]`: n-2, where the last true pair stands; 0 on inert rows."""
     next_positions: Tensor
     """int32 `[B]`: n, of the token that the last pair drafts; -1 on inert rows."""
 

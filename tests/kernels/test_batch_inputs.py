@@ -141,7 +141,14 @@ def test_extend_inputs(
     firsts = i32(0, 3, 9, 5, 10, 0, 2, 7, 1)
     expected: dict[str, Any] = {
         name: []
-        for name in ("input_ids", "slot_mapping", "context_lens", "last_idx", "next_positions")
+        for name in (
+            "input_ids",
+            "slot_mapping",
+            "context_lens",
+            "last_idx",
+            "last_positions",
+            "next_positions",
+        )
     }
     for row, slot in enumerate(SLOT_IDS.tolist()):
         c = int(committed[row]) if is_live(state, slot) else 0
@@ -153,6 +160,7 @@ def test_extend_inputs(
         )
         expected["context_lens"].append(first + c if c else 0)
         expected["last_idx"].append(row * (k + 1) + max(c - 1, 0))
+        expected["last_positions"].append(first + c - 1 if c else 0)
         expected["next_positions"].append(first + 1 + c if c else -1)
     result = module.extend_inputs(
         SLOT_IDS.to(device),

@@ -112,6 +112,7 @@ def extend_inputs(
         slot_mapping=_token_slots(block_tables, slots, positions, used, block_size),
         context_lens=torch.where(count > 0, first_positions + count, 0),
         last_idx=row_starts + (count - 1).clamp(min=0),
+        last_positions=torch.where(count > 0, first_positions + count - 1, 0),
         next_positions=torch.where(count > 0, first_positions + 1 + count, -1),
     )
 
@@ -131,7 +132,7 @@ def draft_inputs(
         seq_lens: int32 `[S]`, after the commit.
         active: bool `[S]`, after the commit.
         block_tables: int32 `[S, MB]`.
-        step: 1 for the first pass after the extend pass; 0: the row's last true pair once more.
+        step: 1 for the first pass after the extend pass; 0: the row's last true pair.
         block_size: tokens in a cache block.
 
     Returns:
