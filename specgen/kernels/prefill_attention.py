@@ -3,6 +3,10 @@
 An online softmax (Dao, arXiv 2307.08691). As in decode, the query heads that share a K/V head stand
 in one tile: a chunk of a few tokens still fills it, and K and V are read once for all of them. Keys
 that all queries of a tile see are not masked.
+
+The tiles of all rows are numbered through, so that the grid follows from the number of tokens and
+rows alone: a few long rows among many short ones leave no programs idle, and a pass of padded size
+can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -97,6 +101,29 @@ def _attend(
 
 
 @triton.jit
+def _row_of_tile(
+    tile,
+    query_start_loc_ptr,
+    num_rows,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+):
+    """The row that a tile belongs to, ``num_rows`` for padding tokens, and its number in the row.
+
+    Row r begins with tile ``lines before it // BLOCK_M + r``, which leaves it one tile more than it
+    can need where it does not end with a whole one.
+    """
+    rows = tl.arange(0, BLOCK_ROWS)
+    is_row = rows <= num_rows
+    starts = tl.load(query_start_loc_ptr + rows, mask=is_row, other=0)
+    starts = starts * GROUP // BLOCK_M + rows
+    begun = is_row & (starts <= tile)
+    row = tl.sum(begun.to(tl.int32), axis=0) - 1
+    return row, tile - tl.max(tl.where(begun, starts, 0), axis=0)
+
+
+@triton.jit
 def _prefill_kernel(
     q_ptr,
     k_cache_ptr,
@@ -128,31 +155,29 @@ def _prefill_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
     WIDEN: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     enter(OVERLAP)
-    tile = tl.program_id(0)
-    kv_head = tl.program_id(1)
-    row = tl.program_id(2)
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
+    kv_head = tl.program_id(0) % NUM_KV_HEADS
+    # A row's last tiles see most keys: they come first, so that no long one is left to the end.
+    tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // NUM_KV_HEADS
+    row, tile = _row_of_tile(tile, query_start_loc_ptr, num_rows, GROUP, BLOCK_M, BLOCK_ROWS)
     d = tl.arange(0, BLOCK_D)
     d_mask = d < HEAD_DIM
     query_begin = tl.load(query_start_loc_ptr + row)
 
     # Line m of a row: head m % GROUP of query m // GROUP.
     lines = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    if row == num_rows:
-        # The programs behind the last row clear the padding tokens, however many there are.
-        nothing = tl.zeros([BLOCK_M, BLOCK_D], dtype=out_ptr.dtype.element_ty)
+    if row == num_rows:  # padding tokens
         num_lines = (num_tokens - query_begin) * GROUP
-        step = tl.num_programs(0) * BLOCK_M
-        for start in range(tile * BLOCK_M, num_lines, step):
-            m = start + tl.arange(0, BLOCK_M)
-            tokens = (query_begin + m // GROUP).to(tl.int64)
-            heads = tokens * NUM_HEADS + kv_head * GROUP + m % GROUP
-            mask = (m < num_lines)[:, None] & d_mask[None, :]
-            tl.store(out_ptr + heads[:, None] * HEAD_DIM + d[None, :], nothing, mask=mask)
+        tokens = (query_begin + lines // GROUP).to(tl.int64)
+        heads = tokens * NUM_HEADS + kv_head * GROUP + lines % GROUP
+        mask = (lines < num_lines)[:, None] & d_mask[None, :]
+        nothing = tl.zeros([BLOCK_M, BLOCK_D], dtype=out_ptr.dtype.element_ty)
+        tl.store(out_ptr + heads[:, None] * HEAD_DIM + d[None, :], nothing, mask=mask)
     else:
         num_lines = (tl.load(query_start_loc_ptr + row + 1) - query_begin) * GROUP
         if tile * BLOCK_M < num_lines:
@@ -313,9 +338,9 @@ def prefill_attention(
     out = torch.empty_like(q)
     max_num_lines = max_query_len * (num_heads // num_kv_heads)
     cut = cut_prefill(max_num_lines, head_dim, q.element_size())
-    # One row more than there are: its programs clear the padding tokens.
-    grid = (triton.cdiv(max_num_lines, cut.block_m), num_kv_heads, num_rows + 1)
-    _prefill_kernel[grid](
+    # A tile more than whole ones for every row, and for the padding tokens, which are cleared.
+    num_tiles = num_tokens * (num_heads // num_kv_heads) // cut.block_m + num_rows + 1
+    _prefill_kernel[(num_tiles * num_kv_heads,)](
         q,
         k_cache,
         v_cache,
@@ -346,6 +371,7 @@ def prefill_attention(
         BLOCK_M=cut.block_m,
         BLOCK_N=cut.block_n,
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+        BLOCK_ROWS=triton.next_power_of_2(num_rows + 1),
         WIDEN=not q.is_cuda,
         num_warps=cut.num_warps,
         num_stages=cut.num_stages,
