@@ -236,7 +236,13 @@ class Engine:
         self._state.write_block_tables(scheduled.grown)
 
     def _prefill(self, scheduled: ScheduledStep) -> None:
-        batch = build_prefill_batch(scheduled.chunks, self._state, self.config.block_size)
+        num_tokens = sum(chunk.num_tokens for chunk in scheduled.chunks)
+        batch = build_prefill_batch(
+            scheduled.chunks,
+            self._state,
+            self.config.block_size,
+            self._runner.padded_prefill_size(num_tokens),
+        )
         record = self._runner.prefill(batch, scheduled.num_speculative_tokens)
         self._scheduler.prefill_done(scheduled.chunks)
         last = [chunk.request for chunk in scheduled.chunks if chunk.is_last]

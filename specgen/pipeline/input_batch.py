@@ -12,14 +12,14 @@ import numpy as np
 import torch
 
 from specgen.models.attention import AttentionMetadata
-from specgen.pipeline import uploads
 from specgen.pipeline.request_state import RequestState
 from specgen.pipeline.scheduler import PrefillChunk
+from specgen.pipeline.uploads import upload_together
 
 
 @dataclass(frozen=True)
 class PrefillBatch:
-    """R chunks of prompts, T tokens in all.
+    """R chunks of prompts, T tokens in all, padding included.
 
     Attributes:
         input_ids: int32 [T].
@@ -42,18 +42,28 @@ class PrefillBatch:
 
 
 def build_prefill_batch(
-    chunks: Sequence[PrefillChunk], state: RequestState, block_size: int
+    chunks: Sequence[PrefillChunk],
+    state: RequestState,
+    block_size: int,
+    padded_size: tuple[int, int] | None = None,
 ) -> PrefillBatch:
-    """Pack ``chunks`` and upload them to the state's device."""
-    num_tokens = sum(chunk.num_tokens for chunk in chunks)
-    input_ids = np.empty(num_tokens, dtype=np.int32)
+    """Pack ``chunks`` and upload them to the state's device.
+
+    Args:
+        padded_size: tokens and rows to pad to. Padding tokens stand behind the others and write to
+            no slot of the cache; padding rows are empty and have slot -1.
+    """
+    num_tokens, num_rows = sum(chunk.num_tokens for chunk in chunks), len(chunks)
+    if padded_size is not None:
+        num_tokens, num_rows = padded_size
+    input_ids = np.zeros(num_tokens, dtype=np.int32)
     next_ids = np.zeros(num_tokens, dtype=np.int32)
-    positions = np.empty(num_tokens, dtype=np.int32)
-    slot_mapping = np.empty(num_tokens, dtype=np.int64)
-    query_start_loc = np.zeros(len(chunks) + 1, dtype=np.int32)
-    rows = np.empty((3, len(chunks)), dtype=np.int32)  # slot, first position, context length
-    fresh: list[tuple[int, int]] = []
-    resumed: list[tuple[int, int]] = []
+    positions = np.zeros(num_tokens, dtype=np.int32)
+    slot_mapping = np.full(num_tokens, -1, dtype=np.int64)
+    query_start_loc = np.zeros(num_rows + 1, dtype=np.int32)
+    rows = np.zeros((3, num_rows), dtype=np.int32)  # slot, first position, context length
+    rows[0] = -1
+    starting: dict[bool, list[tuple[int, int]]] = {False: [], True: []}  # by whether they resume
     at = 0
     for row, chunk in enumerate(chunks):
         request, start, stop = chunk.request, chunk.start, chunk.start + chunk.num_tokens
@@ -73,34 +83,32 @@ def build_prefill_batch(
         query_start_loc[row + 1] = at
         rows[:, row] = (request.slot, start, stop)
         if chunk.is_last:
-            (resumed if request.is_resuming else fresh).append((request.slot, at - 1))
+            starting[request.is_resuming].append((request.slot, at - 1))
+    query_start_loc[len(chunks) + 1 :] = at
 
-    def upload(array: np.ndarray) -> torch.Tensor:
-        return uploads.upload(array, state.device)
-
-    def split(pairs: list[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
-        array = np.array(pairs, dtype=np.int64).reshape(-1, 2)
-        return upload(array[:, 0].astype(np.int32)), upload(array[:, 1].copy())
-
-    device_rows = upload(rows)
-    fresh_slots, fresh_idx = split(fresh)
-    resumed_slots, resumed_idx = split(resumed)
+    fresh, resumed = (np.array(starting[key], np.int64).reshape(-1, 2) for key in (False, True))
+    narrow = (input_ids, next_ids, positions, rows, query_start_loc)
+    slots = (fresh[:, 0].astype(np.int32), resumed[:, 0].astype(np.int32))
+    wide = (slot_mapping, fresh[:, 1], resumed[:, 1])
+    d_ids, d_next, d_positions, d_rows, d_starts, fresh_slots, resumed_slots = upload_together(
+        (*narrow, *slots), state.device
+    )
+    d_mapping, fresh_idx, resumed_idx = upload_together(wide, state.device)
     sampled = [c.request for c in chunks if c.is_last and not c.request.is_resuming]
     return PrefillBatch(
-        input_ids=upload(input_ids),
-        next_ids=upload(next_ids),
+        input_ids=d_ids,
+        next_ids=d_next,
         metadata=AttentionMetadata(
-            positions=upload(positions),
-            slot_mapping=upload(slot_mapping),
+            positions=d_positions,
+            slot_mapping=d_mapping,
             block_tables=state.block_tables,
-            slot_ids=device_rows[0],
-            first_positions=device_rows[1],
-            context_lens=device_rows[2],
+            slot_ids=d_rows[0],
+            first_positions=d_rows[1],
+            context_lens=d_rows[2],
             query_len=0,
-            query_start_loc=upload(query_start_loc),
+            query_start_loc=d_starts,
             max_query_len=max(chunk.num_tokens for chunk in chunks),
             max_context_len=int(rows[2].max()),
-            starts_at_zero=all(chunk.start == 0 for chunk in chunks),
         ),
         fresh_slots=fresh_slots,
         fresh_idx=fresh_idx,

@@ -21,13 +21,15 @@ from specgen.models.target import TargetModel
 from specgen.models.weights import inspect_draft, load_draft, load_target
 from specgen.pipeline.block_manager import BlockManager
 from specgen.pipeline.cpu_threads import fit_cpu_threads
-from specgen.pipeline.cuda_graphs import CudaCapture, DecodeGraphs
+from specgen.pipeline.cuda_capture import CudaCapture
+from specgen.pipeline.decode_graphs import DecodeGraphs
 from specgen.pipeline.draft_length import AutoDraftLength, DraftLength, FixedDraftLength
 from specgen.pipeline.drafter import Drafter
 from specgen.pipeline.in_flight import InFlight
 from specgen.pipeline.kv_cache import KVCaches, allocate, cache_bytes, num_blocks_that_fit
 from specgen.pipeline.memory_fit import RowSizes, check_num_seqs
 from specgen.pipeline.model_runner import ModelRunner
+from specgen.pipeline.prefill_graphs import PrefillGraphs, most_prefill_tokens
 from specgen.pipeline.rejection_sampler import RejectionSampler
 from specgen.pipeline.request_state import RequestState
 from specgen.pipeline.scheduler import Scheduler
@@ -55,6 +57,7 @@ class Pipeline:
     runner: ModelRunner
     in_flight: InFlight
     graphs: DecodeGraphs | None
+    prefill_graphs: PrefillGraphs | None
     kernel_backend: str
 
     @property
@@ -76,6 +79,8 @@ class Pipeline:
         """Drop captured graphs after a persistent tensor was replaced."""
         if self.graphs is not None:
             self.graphs.clear()
+        if self.prefill_graphs is not None:
+            self.prefill_graphs.clear()
 
     def release_memory(self) -> None:
         """Give back all memory that is not in use by weights, caches and rows."""
@@ -269,10 +274,20 @@ def _assemble(
             draft_sample=config.draft_sample,
             block_size=block_size,
         )
-    captured = config.cuda_graphs and target.capturable
-    graphs = None
-    if captured:
-        graphs = DecodeGraphs(config.max_num_seqs, device, CudaCapture(device))
+    graphs, prefill_graphs = None, None
+    if config.cuda_graphs and target.capturable:
+        capture = CudaCapture(device)
+        graphs = DecodeGraphs(config.max_num_seqs, device, capture)
+        num_weights = sum(weight.numel() for weight in target.parameters())
+        prefill_graphs = PrefillGraphs(
+            min(
+                config.max_num_batched_tokens,
+                most_prefill_tokens(num_weights, target.num_layers),
+            ),
+            config.max_num_seqs,
+            sizes.max_context_len,
+            capture,
+        )
     shared_rows = None
     if config.prefix_caching:
         shared_rows = SharedRows(
@@ -296,6 +311,7 @@ def _assemble(
         block_size=block_size,
         max_context_len=sizes.max_context_len,
         graphs=graphs,
+        prefill_graphs=prefill_graphs,
         shared_rows=shared_rows,
     )
     draft_length: DraftLength = FixedDraftLength(k)
@@ -326,6 +342,7 @@ def _assemble(
             device=device,
         ),
         graphs=graphs,
+        prefill_graphs=prefill_graphs,
         kernel_backend=kernels.backend,
     )
 

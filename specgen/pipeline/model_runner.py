@@ -17,10 +17,11 @@ from specgen.kernels import Kernels
 from specgen.kernels.batch_types import CommitResult
 from specgen.models.attention import AttentionMetadata
 from specgen.models.target import TargetModel
-from specgen.pipeline.cuda_graphs import DecodeGraphs
+from specgen.pipeline.decode_graphs import DecodeGraphs
 from specgen.pipeline.drafter import Drafter
 from specgen.pipeline.input_batch import PrefillBatch
 from specgen.pipeline.kv_cache import KVCache
+from specgen.pipeline.prefill_graphs import PrefillGraphs
 from specgen.pipeline.rejection_sampler import RejectionSampler
 from specgen.pipeline.request import Request
 from specgen.pipeline.request_state import RequestState
@@ -39,6 +40,7 @@ class ModelRunner:
         shared_rows: Finds what rows share; ``None``: every row reads its own blocks.
         max_context_len: Host bound on any row's context, for captured graphs.
         graphs: Replays decode steps as CUDA graphs; ``None`` launches them one by one.
+        prefill_graphs: The same for the target's passes over few prompt tokens.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class ModelRunner:
         block_size: int,
         max_context_len: int,
         graphs: DecodeGraphs | None = None,
+        prefill_graphs: PrefillGraphs | None = None,
         shared_rows: SharedRows | None = None,
     ) -> None:
         self._target = target
@@ -65,6 +68,7 @@ class ModelRunner:
         self._block_size = block_size
         self._max_context_len = max_context_len
         self._graphs = graphs
+        self._prefill_graphs = prefill_graphs
         self._shared_rows = shared_rows
 
     @torch.inference_mode()
@@ -78,7 +82,7 @@ class ModelRunner:
             A record of the fresh requests, in the order of the chunks; see :mod:`.step_record`.
         """
         state = self._state
-        hidden, aux = self._target.forward(batch.input_ids, batch.metadata, self._caches)
+        hidden, aux = self._run_prompts(batch)
         slots = torch.cat((batch.fresh_slots, batch.resumed_slots))
         # Not by indexing: torch would upload the scalar, and wait for it.
         state.active.index_fill_(0, slots.long(), True)
@@ -102,6 +106,24 @@ class ModelRunner:
                 num_speculative_tokens,
             )
         return committed.record
+
+    def padded_prefill_size(self, num_tokens: int) -> tuple[int, int] | None:
+        """Tokens and rows that chunks of ``num_tokens`` in all are best padded to, if any."""
+        if self._prefill_graphs is None:
+            return None
+        return self._prefill_graphs.padded_size(num_tokens)
+
+    def _run_prompts(self, batch: PrefillBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
+        def run_pass(
+            input_ids: torch.Tensor, metadata: AttentionMetadata
+        ) -> tuple[torch.Tensor, torch.Tensor | None]:
+            return self._target.forward(input_ids, metadata, self._caches)
+
+        if self._prefill_graphs is not None:
+            replayed = self._prefill_graphs.run(batch.input_ids, batch.metadata, run_pass)
+            if replayed is not None:
+                return replayed
+        return run_pass(batch.input_ids, batch.metadata)
 
     def decode(
         self, requests: Sequence[Request], num_speculative_tokens: int, max_num_tokens: int

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-__all__ = ["pinned", "upload"]
+__all__ = ["pinned", "upload", "upload_together"]
+
+_ALIGNMENT = 16  # bytes; kernels are compiled for pointers that have it
 
 
 def pinned(array: np.ndarray[Any, Any], device: torch.device) -> torch.Tensor:
@@ -19,6 +22,24 @@ def pinned(array: np.ndarray[Any, Any], device: torch.device) -> torch.Tensor:
     """
     host = torch.from_numpy(array)
     return host.pin_memory() if device.type == "cuda" and array.size else host
+
+
+def upload_together(
+    arrays: Sequence[np.ndarray[Any, Any]], device: torch.device
+) -> list[torch.Tensor]:
+    """Arrays of one dtype in a single copy; the tensors are parts of one."""
+    starts, end = [], 0
+    for array in arrays:
+        starts.append(end)
+        end += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT // array.itemsize
+    packed = np.zeros(end, dtype=arrays[0].dtype)
+    for start, array in zip(starts, arrays, strict=True):
+        packed[start : start + array.size] = array.ravel()
+    on_device = upload(packed, device)
+    return [
+        on_device[start : start + array.size].view(array.shape)
+        for start, array in zip(starts, arrays, strict=True)
+    ]
 
 
 def upload(array: np.ndarray[Any, Any], device: torch.device) -> torch.Tensor:

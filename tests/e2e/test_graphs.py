@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,33 +13,48 @@ from e2e.engines import EngineShop
 from e2e.harness import histogram_of, run_all, tokens_of
 from e2e.test_lag import PAIRS, SCHEDULES, Shop, facts, rows, shop_of
 
-from specgen.pipeline.cuda_graphs import DecodeGraphs, DecodeStep
+from specgen.pipeline.decode_graphs import DecodeGraphs
 from specgen.pipeline.engine import Engine
+from specgen.pipeline.prefill_graphs import PrefillGraphs
 
 __all__ = ["shop_of"]  # the fixture
 
-Captured = tuple[Callable[[], None], torch.Tensor]
+
+def tensors_of(made: Any) -> list[torch.Tensor]:
+    """What a step returned: one tensor, or several of which some may be missing."""
+    return [t for t in (made if isinstance(made, tuple) else (made,)) if t is not None]
 
 
-def use_graphs(engine: Engine, largest: int | None = None) -> DecodeGraphs:
-    """Have decode steps repeated on fixed buffers; capturing more rows than ``largest`` fails."""
+def use_graphs(
+    engine: Engine, largest: int | None = None, longest: int = 32
+) -> tuple[DecodeGraphs, PrefillGraphs]:
+    """Have steps repeated on fixed buffers; capturing more rows or tokens than ``largest`` fails.
 
-    def capture(slots: torch.Tensor, step: DecodeStep) -> Captured:
-        if largest is not None and slots.numel() > largest:
+    Passes over more prompt tokens than ``longest`` are not captured.
+    """
+
+    def capture(step: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        if largest is not None and isinstance(step, partial) and step.args[0].numel() > largest:
             raise torch.OutOfMemoryError("injected")
-        record = step(slots)
+        made = step()
+        if largest is not None and isinstance(made, tuple) and made[0].shape[0] > largest:
+            raise torch.OutOfMemoryError("injected")
 
         def replay() -> None:
-            done = step(slots)
-            record.fill_(-7)  # whoever still reads the last one is to notice
-            record.copy_(done)
+            for mine, done in zip(tensors_of(made), tensors_of(step()), strict=True):
+                mine.fill_(-7)  # whoever still reads the last one is to notice
+                mine.copy_(done)
 
-        return replay, record
+        return replay, made
 
-    graphs = DecodeGraphs(engine.config.max_num_seqs, torch.device("cpu"), capture)
-    engine._pipeline = replace(engine._pipeline, graphs=graphs)
+    num_seqs, state = engine.config.max_num_seqs, engine._pipeline.state
+    graphs = DecodeGraphs(num_seqs, torch.device("cpu"), capture)
+    max_context_len = state.block_tables.shape[1] * engine.config.block_size
+    prefill_graphs = PrefillGraphs(longest, num_seqs, max_context_len, capture)
+    engine._pipeline = replace(engine._pipeline, graphs=graphs, prefill_graphs=prefill_graphs)
     engine._runner._graphs = graphs
-    return graphs
+    engine._runner._prefill_graphs = prefill_graphs
+    return graphs, prefill_graphs
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -50,9 +66,10 @@ def test_graphs_change_nothing(
     options: dict[str, Any] = {"draft_sample": sample, **SCHEDULES[schedule]}
     expected = facts(run_all(shop_of(0)("text", draft, **options), rows()))
     engine = shop_of(lag).build("text", draft, **options)
-    use_graphs(engine)
+    _, prefill_graphs = use_graphs(engine)
     assert facts(run_all(engine, rows())) == expected
     assert facts(run_all(engine, rows(), preempt_seed=5)) == expected
+    assert prefill_graphs._graphs, "no pass over prompt tokens was captured"
 
 
 @pytest.mark.parametrize("draft", ["eagle3", None])
@@ -61,12 +78,14 @@ def test_a_capture_without_memory_costs_no_row(
 ) -> None:
     expected = run_all(engine_of("text", draft, max_num_seqs=12), rows())
     engine = engine_of.build("text", draft, max_num_seqs=12)
-    graphs = use_graphs(engine, largest=4)
+    graphs, prefill_graphs = use_graphs(engine, largest=4)
     outputs = run_all(engine, rows())
     assert tokens_of(outputs) == tokens_of(expected)
     assert histogram_of(outputs) == histogram_of(expected)
     assert graphs.max_num_rows == 4
-    assert "at most 4 rows" in caplog.messages[-1]
+    assert any("at most 4 rows" in message for message in caplog.messages)
+    assert any("kernel by kernel" in message for message in caplog.messages)
+    assert not prefill_graphs._graphs
     limits = engine._scheduler.limits
     for _ in range(3000):  # a shortage may pass, but a graph that does not fit is not tried again
         limits.step_succeeded()

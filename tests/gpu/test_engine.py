@@ -107,6 +107,8 @@ def test_greedy_tokens_equal_transformers(
     assert tokens_of(outputs) == expected
     assert engine._pipeline.graphs is not None
     assert engine._pipeline.graphs._graphs, "no decode step was captured"
+    assert engine._pipeline.prefill_graphs is not None
+    assert engine._pipeline.prefill_graphs._graphs, "no pass over prompt tokens was captured"
     assert tokens_of(run_all(engine, rows(temperature=0.0), preempt_seed=1)) == expected
     if draft is not None:
         accepted = sum(c.stats.num_accepted_draft_tokens for o in outputs for c in o.choices)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 
-from specgen.pipeline.cuda_graphs import DecodeGraphs, DecodeStep, batch_buckets
+from specgen.pipeline.decode_graphs import DecodeGraphs, batch_buckets
 
 CPU = torch.device("cpu")
 
@@ -23,12 +24,12 @@ def test_buckets_rise_to_the_largest_batch_with_bounded_padding(max_num_seqs: in
     assert len(buckets) <= 20
 
 
-def repeat(slots: torch.Tensor, step: DecodeStep) -> tuple[Callable[[], None], torch.Tensor]:
+def repeat(step: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
     """Like a graph: runs the step on the same slots again and overwrites the same record."""
-    record = step(slots)
+    record = step()
 
     def replay() -> None:
-        record.copy_(step(slots))
+        record.copy_(step())
 
     return replay, record
 
@@ -62,10 +63,10 @@ def test_what_is_forgotten_is_captured_again() -> None:
 def test_memory_that_runs_out_lowers_the_largest_bucket_and_says_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def crowded(slots: torch.Tensor, step: DecodeStep) -> tuple[Callable[[], None], torch.Tensor]:
-        if slots.numel() > 8:
+    def crowded(step: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        if step().numel() > 8:
             raise torch.OutOfMemoryError("injected")
-        return repeat(slots, step)
+        return repeat(step)
 
     graphs = DecodeGraphs(32, CPU, crowded)
     for num_rows, left in ((20, 16), (16, 8)):
@@ -77,7 +78,7 @@ def test_memory_that_runs_out_lowers_the_largest_bucket_and_says_so(
 
 
 def test_the_smallest_bucket_is_never_given_up(caplog: pytest.LogCaptureFixture) -> None:
-    def full(slots: torch.Tensor, step: DecodeStep) -> tuple[Callable[[], None], torch.Tensor]:
+    def full(step: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         raise torch.OutOfMemoryError("injected")
 
     graphs = DecodeGraphs(4, CPU, full)

@@ -8,25 +8,20 @@ steps the rows are those of the step before: then there is nothing to upload.
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
 
+from specgen.pipeline.cuda_capture import Capture
 from specgen.pipeline.uploads import pinned
 
-__all__ = ["CudaCapture", "DecodeGraphs", "DecodeStep", "StepCapture", "batch_buckets"]
+__all__ = ["DecodeGraphs", "DecodeStep", "batch_buckets"]
 
 DecodeStep = Callable[[torch.Tensor], torch.Tensor]
 """A step as a function of its slot ids; returns its record."""
-StepCapture = Callable[[torch.Tensor, DecodeStep], tuple[Callable[[], None], torch.Tensor]]
-"""Makes of a step on fixed slots what repeats it, and the record that every repetition overwrites.
-
-Raises ``torch.OutOfMemoryError``.
-"""
-
 logger = logging.getLogger(__name__)
 
 # What a capture costs, in steps: as many may be wasted on padding before one is made.
@@ -45,55 +40,6 @@ def batch_buckets(max_num_seqs: int) -> tuple[int, ...]:
         sizes += [size, size + size // 2]
         size *= 2
     return (*(size for size in sizes if size < max_num_seqs), max_num_seqs)
-
-
-class CudaCapture:
-    """Captures steps as CUDA graphs, whose temporaries share one pool of memory.
-
-    Args:
-        device: A CUDA device.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
-        # A pool ends with the last graph that uses it; nothing can be captured into it then.
-        self._living: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
-
-    def __call__(
-        self, slots: torch.Tensor, step: DecodeStep
-    ) -> tuple[Callable[[], None], torch.Tensor]:
-        """See :data:`StepCapture`."""
-        if not self._living:
-            self._pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        capture = torch.cuda.graph(graph, pool=self._pool)
-        # All rows inert: the warm-up compiles kernels and touches no request. It runs in the stream
-        # of captures, since every stream that products ran in keeps a workspace for good.
-        stream = capture.capture_stream
-        assert stream is not None, "torch makes one where none is given"
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            step(slots)
-        torch.cuda.current_stream(self._device).wait_stream(stream)
-        try:
-            with capture:
-                record = step(slots)
-        except RuntimeError as error:
-            if not _is_out_of_memory(error):
-                raise
-        else:
-            self._living.add(graph)
-            return graph.replay, record
-        # Outside the handler: what the error's frames hold is let go of first.
-        raise torch.OutOfMemoryError("no memory for a CUDA graph")
-
-
-def _is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether memory ran out; ending a capture that failed fails too, and hides what came first."""
-    while error is not None and not isinstance(error, torch.OutOfMemoryError):
-        error = error.__context__
-    return error is not None
 
 
 @dataclass
@@ -115,7 +61,7 @@ class DecodeGraphs:
         capture: How they are captured.
     """
 
-    def __init__(self, max_num_seqs: int, device: torch.device, capture: StepCapture) -> None:
+    def __init__(self, max_num_seqs: int, device: torch.device, capture: Capture) -> None:
         self._device = device
         self._capture = capture
         self._buckets = batch_buckets(max_num_seqs)
@@ -194,7 +140,7 @@ class DecodeGraphs:
     def _capture_step(self, size: int, step: DecodeStep) -> _Captured:
         try:
             slots = torch.full((size,), -1, dtype=torch.int32, device=self._device)
-            replay, record = self._capture(slots, step)
+            replay, record = self._capture(partial(step, slots))
         except torch.OutOfMemoryError:
             self._give_up(size)
             raise

@@ -1,0 +1,77 @@
+"""Capturing work on fixed tensors as a CUDA graph."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+import torch
+
+__all__ = ["Capture", "CudaCapture"]
+
+T = TypeVar("T")
+
+
+class Capture(Protocol):
+    """Makes of a step on fixed tensors what repeats it, and what every repetition overwrites."""
+
+    def __call__(self, step: Callable[[], T]) -> tuple[Callable[[], None], T]:
+        """Run the step once to warm up, then capture it.
+
+        Args:
+            step: must touch no request, as when all its rows are inert.
+
+        Returns:
+            What repeats the step, and the step's result, which every repetition overwrites.
+
+        Raises:
+            torch.OutOfMemoryError: there is no room for it.
+        """
+
+
+class CudaCapture:
+    """Captures work as CUDA graphs, whose temporaries share one pool of memory.
+
+    Args:
+        device: A CUDA device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        # A pool ends with the last graph that uses it; nothing can be captured into it then.
+        self._living: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
+
+    def __call__(self, step: Callable[[], T]) -> tuple[Callable[[], None], T]:
+        """See :class:`Capture`."""
+        if not self._living:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        capture = torch.cuda.graph(graph, pool=self._pool)
+        # The warm-up compiles kernels. It runs in the stream of captures, since every stream that
+        # products ran in keeps a workspace for good.
+        stream = capture.capture_stream
+        assert stream is not None, "torch makes one where none is given"
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            step()
+        torch.cuda.current_stream(self._device).wait_stream(stream)
+        try:
+            with capture:
+                made = step()
+        except RuntimeError as error:
+            if not _is_out_of_memory(error):
+                raise
+        else:
+            self._living.add(graph)
+            return graph.replay, made
+        # Outside the handler: what the error's frames hold is let go of first.
+        raise torch.OutOfMemoryError("no memory for a CUDA graph")
+
+
+def _is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether memory ran out; ending a capture that failed fails too, and hides what came first."""
+    while error is not None and not isinstance(error, torch.OutOfMemoryError):
+        error = error.__context__
+    return error is not None
