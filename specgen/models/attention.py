@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +26,9 @@ class AttentionMetadata:
     """Where the T tokens of a pass stand, and what each of the R rows may see.
 
     Decode passes hold ``query_len`` tokens for every row, ``T = R * query_len``. Prefill passes
-    have ``query_len == 0`` and rows packed one after the other, split by ``query_start_loc``.
+    have ``query_len == 0`` and rows packed one after the other, split by ``query_start_loc``. The
+    tokens of either may be written to the cache by a pass in which only one of each row attends,
+    ``query_idx``: it has ``query_len == 1``, and a result of R rows.
     """
 
     positions: torch.Tensor
@@ -46,11 +48,33 @@ class AttentionMetadata:
     max_context_len: int
     query_start_loc: torch.Tensor | None = None
     """int32 ``[R + 1]`` for prefill."""
+    query_idx: torch.Tensor | None = None
+    """int64 ``[R]``: the tokens that attend; None: all of them."""
     starts_at_zero: bool = False
     """A prefill whose rows all begin at position 0, none of them inert, without padding tokens:
     what a token may see is among the tokens of the pass."""
     shared_prefix: SharedPrefix | None = None
     """Blocks of the cache that decode reads once for all rows that begin with them."""
+
+    def at_queries(self, x: torch.Tensor) -> torch.Tensor:
+        """What x ``[T, ...]`` holds of the tokens that attend."""
+        return x if self.query_idx is None else x.index_select(0, self.query_idx)
+
+    def of_last_tokens(self, query_idx: torch.Tensor, positions: torch.Tensor) -> AttentionMetadata:
+        """A pass over the same tokens and rows in which the last token of each row attends.
+
+        Args:
+            query_idx: int64 ``[R]``, of these tokens.
+            positions: int32 ``[R]``, of these tokens.
+        """
+        return replace(
+            self,
+            first_positions=positions,
+            query_len=1,
+            max_query_len=1,
+            query_start_loc=None,
+            query_idx=query_idx,
+        )
 
 
 def attend(
@@ -182,7 +206,7 @@ class Attention(nn.Module):
             kv_cache: this layer's cache, written in place.
 
         Returns:
-            ``[T, hidden_size]``, or parts of it for :meth:`RMSNorm.add`.
+            ``[T, hidden_size]``, or parts of it for :meth:`RMSNorm.add`; of the tokens that attend.
         """
         qkv: torch.Tensor = self.qkv(x)
         is_packed = metadata.starts_at_zero and self._packed_attention.applies(
@@ -191,7 +215,7 @@ class Attention(nn.Module):
         keys: torch.Tensor | None = None
         if is_packed:
             keys = qkv.new_empty(x.shape[0], self.num_kv_heads, self.head_dim)
-        q = self._rotate(qkv, cos_sin, metadata, kv_cache, keys)
+        q = metadata.at_queries(self._rotate(qkv, cos_sin, metadata, kv_cache, keys))
         if is_packed:
             values = qkv.view(x.shape[0], -1, self.head_dim)[:, -self.num_kv_heads :]
             attended = self._packed_attention.packed_attention(
@@ -207,7 +231,7 @@ class Attention(nn.Module):
             attended = attend(
                 self._attention, q, kv_cache, metadata, scale=self.scale, window=self.window
             )
-        return self.out.parts(attended.reshape(x.shape[0], -1))
+        return self.out.parts(attended.reshape(q.shape[0], -1))
 
     def write_entries(
         self,

@@ -62,9 +62,12 @@ class DraftModel(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run T pairs: target ids int32 ``[T]`` (-1: a row that drafts nothing), hidden ``[T, H]``.
 
+        All of them are written to the cache; what follows that runs for those that attend, which
+        ``metadata.query_idx`` may make fewer.
+
         Returns:
             What :meth:`compute_logits` takes, and what the next pass takes as hidden, both
-            ``[T, H]``.
+            ``[T, H]``; of the pairs that attend.
         """
         ...
 

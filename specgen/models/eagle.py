@@ -132,7 +132,7 @@ class Eagle1Draft(DraftHead):
         """See :meth:`specgen.models.draft.DraftModel.forward`; both results are the same tensor."""
         x = self.fc(torch.cat((self.embed(input_ids), hidden), dim=-1))
         attended = self.attention(x, self.cos_sin, metadata, kv_caches[0])
-        normed, residual = self.post_attention_norm.add(attended, x)
+        normed, residual = self.post_attention_norm.add(attended, metadata.at_queries(x))
         out = self.mlp(normed) + residual
         return out, out
 

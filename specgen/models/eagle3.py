@@ -315,6 +315,7 @@ class Eagle3Draft(DraftHead):
         x = self._layer_input(input_ids, hidden)
         residual = x[:, hidden.shape[1] :] if self.config.norm_before_residual else hidden
         attended = self.attention(x, self.cos_sin, metadata, kv_caches[0])
+        residual = metadata.at_queries(residual)
         normed, residual = self.post_attention_norm.add(attended, residual)
         out, raw = self.norm.add(self.mlp.parts(normed), residual)
         return out, out if self.config.norm_output else raw

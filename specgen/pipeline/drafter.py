@@ -25,10 +25,11 @@ class Drafter:
     """Keeps the draft's cache true and writes k drafts into each live row.
 
     The pair (feature of position P, token of position P + 1) sits at position P and predicts token
-    P + 2. The extend pass runs the pairs that a step committed, with the target's own features, and
-    yields draft 1; pass j feeds back the draft's hidden state and draft j - 1. What those passes
-    wrote to the cache is overwritten by the next extend pass. A step without drafts writes its
-    pairs to the cache and drops all drafts, so that rows can draft again after any step.
+    P + 2. The extend pass writes the pairs that a step committed to the cache, with the target's
+    own features, and goes on with the last pair of each row, which yields draft 1; pass j feeds
+    back the draft's hidden state and draft j - 1. What those passes wrote to the cache is
+    overwritten by the next extend pass. A step without drafts writes its pairs to the cache and
+    drops all drafts, so that rows can draft again after any step.
 
     Args:
         draft_sample: ``greedy`` proposes the most likely token, ``gumbel`` samples from the draft's
@@ -52,6 +53,11 @@ class Drafter:
         self._sampled = draft_sample == "gumbel"
         self._position_limit = model.config.position_limit
         self._block_size = block_size
+
+    @property
+    def needs_all_states(self) -> bool:
+        """Whether the draft is fed the target's final states, not those of auxiliary layers."""
+        return self._model.features == "final"
 
     def features(self, hidden: torch.Tensor, aux: torch.Tensor | None) -> torch.Tensor:
         """The target features this draft was trained on."""
@@ -78,15 +84,23 @@ class Drafter:
             num_speculative_tokens: drafts to make.
         """
         hidden = self._model.fuse(features)
-        # Of all pairs but the last of a row that starts, only their cache entries matter.
-        self._model.write_cache(next_ids, hidden, batch.metadata, self._caches)
         if num_speculative_tokens == 0 or slot_ids.numel() == 0:
+            self._model.write_cache(next_ids, hidden, batch.metadata, self._caches)
             return
-        max_context_len = batch.metadata.max_context_len
         last_pair = self._inputs(slot_ids, step=0)
-        logits_hidden, feedback = self._pass(
-            slot_ids, last_pair, next_ids[last_idx], hidden[last_idx], None, max_context_len
+        metadata = AttentionMetadata(
+            positions=batch.metadata.positions,
+            slot_mapping=batch.metadata.slot_mapping,
+            query_idx=last_idx,
+            block_tables=self._state.block_tables,
+            slot_ids=slot_ids,
+            first_positions=last_pair.positions,
+            context_lens=last_pair.context_lens,
+            query_len=1,
+            max_query_len=1,
+            max_context_len=batch.metadata.max_context_len,
         )
+        logits_hidden, feedback = self._model.forward(next_ids, hidden, metadata, self._caches)
         self._propose(
             slot_ids,
             logits_hidden,
@@ -95,7 +109,7 @@ class Drafter:
             self._state.sampling_rows(self._kernels, slot_ids),
             num_speculative_tokens,
             shared_prefix=None,
-            max_context_len=max_context_len,
+            max_context_len=metadata.max_context_len,
         )
 
     def after_decode(
@@ -118,7 +132,7 @@ class Drafter:
             sampling: of the rows; its ``seq_lens`` are those before the commit.
             shared_prefix: blocks that are read once for all rows that begin with them.
         """
-        state, num_queries = self._state, tokens.shape[1]
+        state, k = self._state, tokens.shape[1] - 1
         extend = self._kernels.batch_inputs.extend_inputs(
             slot_ids,
             tokens,
@@ -131,31 +145,29 @@ class Drafter:
         metadata = AttentionMetadata(
             positions=inputs.positions.flatten(),
             slot_mapping=extend.slot_mapping.flatten(),
+            query_idx=extend.last_idx,
             block_tables=state.block_tables,
             slot_ids=slot_ids,
-            first_positions=inputs.first_positions,
+            first_positions=extend.last_positions,
             context_lens=extend.context_lens,
-            query_len=num_queries,
-            query_start_loc=None,
-            max_query_len=num_queries,
+            query_len=1,
+            max_query_len=1,
             max_context_len=max_context_len,
             shared_prefix=shared_prefix,
         )
-        hidden = self._model.fuse(features)
-        if num_queries == 1:  # a step without drafts
-            self._model.write_cache(extend.input_ids.flatten(), hidden, metadata, self._caches)
+        input_ids, hidden = extend.input_ids.flatten(), self._model.fuse(features)
+        if k == 0:
+            self._model.write_cache(input_ids, hidden, metadata, self._caches)
             state.num_draft_tokens.index_fill_(0, state.rows(slot_ids), 0)
             return
-        logits_hidden, feedback = self._model.forward(
-            extend.input_ids.flatten(), hidden, metadata, self._caches
-        )
+        logits_hidden, feedback = self._model.forward(input_ids, hidden, metadata, self._caches)
         self._propose(
             slot_ids,
-            logits_hidden[extend.last_idx],
-            feedback[extend.last_idx],
+            logits_hidden,
+            feedback,
             extend.next_positions,
             sampling,
-            num_queries - 1,
+            k,
             shared_prefix=shared_prefix,
             max_context_len=max_context_len,
         )
@@ -225,7 +237,6 @@ class Drafter:
             first_positions=inputs.positions,
             context_lens=inputs.context_lens,
             query_len=1,
-            query_start_loc=None,
             max_query_len=1,
             max_context_len=max_context_len,
             shared_prefix=shared_prefix,

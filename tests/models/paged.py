@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -18,6 +19,18 @@ class Cached(Protocol):
     num_layers: int
     num_kv_heads: int
     head_dim: int
+
+
+def at_last_pairs(metadata: AttentionMetadata, last_idx: torch.Tensor) -> AttentionMetadata:
+    """Of all pairs that are written, the last one of each row attends."""
+    return replace(
+        metadata,
+        query_idx=last_idx,
+        first_positions=metadata.positions[last_idx],
+        query_len=1,
+        max_query_len=1,
+        query_start_loc=None,
+    )
 
 
 class Paged:

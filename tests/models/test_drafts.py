@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from models import layouts, straight_line
-from models.paged import Paged
+from models.paged import Paged, at_last_pairs
 from models.tiny import load_state, make_eagle1, make_eagle3, make_target, save_state
 
 from specgen.kernels import select_kernels
@@ -273,11 +273,21 @@ class Drafting:
         assert features is not None
         self.features = features.view(3, LENGTH, -1)
 
+    def write(self, chunks: list[tuple[int, int, int]]) -> None:
+        """Chunks none of which ends a prompt."""
+        self.draft.write_cache(*self.pairs(chunks), self.paged.prefill(chunks), self.paged.caches)
+
     def prefill(self, chunks: list[tuple[int, int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Chunks all of which end a prompt: what follows from their last pairs."""
+        metadata = self.paged.prefill(chunks)
+        assert metadata.query_start_loc is not None
+        last = at_last_pairs(metadata, metadata.query_start_loc[1:].long() - 1)
+        return self.draft.forward(*self.pairs(chunks), last, self.paged.caches)
+
+    def pairs(self, chunks: list[tuple[int, int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
         ids = torch.cat([self.sequences[s, f + 1 : f + n + 1] for s, f, n in chunks])
         features = torch.cat([self.features[s, f : f + n] for s, f, n in chunks])
-        metadata = self.paged.prefill(chunks)
-        return self.draft.forward(ids, self.draft.fuse(features), metadata, self.paged.caches)
+        return ids, self.draft.fuse(features)
 
     def extend(self, rows: list[tuple[int, int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
         """K + 1 pairs a row from its first new position; only ``count`` of them are true."""
@@ -287,10 +297,9 @@ class Drafting:
             ids[i, :count] = self.sequences[row, first + 1 : first + count + 1]
             features[i, :count] = self.features[row, first : first + count]
         hidden = self.draft.fuse(features.flatten(0, 1))
-        metadata = self.paged.decode(rows, K + 1)
-        out, feedback = self.draft.forward(ids.flatten(), hidden, metadata, self.paged.caches)
         last = torch.tensor([i * (K + 1) + count - 1 for i, (_, _, count) in enumerate(rows)])
-        return out[last], feedback[last]
+        metadata = at_last_pairs(self.paged.decode(rows, K + 1), last)
+        return self.draft.forward(ids.flatten(), hidden, metadata, self.paged.caches)
 
     def propose(
         self, rows: list[tuple[int, int]], out: torch.Tensor, hidden: torch.Tensor
@@ -369,11 +378,10 @@ def test_drafts_equal_the_straight_line(
             seen.update(want)
 
     # Prompts in chunks: the last pair of a chunk takes the prompt's next token.
-    product.prefill([(0, 0, 5), (2, 0, 9)])
+    product.write([(0, 0, 5), (2, 0, 9)])
     out, hidden = product.prefill([(0, 5, 8), (1, 0, 1), (2, 9, 13)])
-    last = torch.tensor([7, 8, 21])
     num_pairs = list(PROMPT_LENS)
-    drafts, logits = product.propose(list(enumerate(num_pairs)), out[last], hidden[last])
+    drafts, logits = product.propose(list(enumerate(num_pairs)), out, hidden)
     compare(num_pairs, drafts, logits)
     for accepted in zip(*ACCEPTED, strict=True):
         rows = [(row, num_pairs[row], accepted[row] + 1) for row in range(3)]

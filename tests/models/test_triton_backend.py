@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from models.paged import Paged
+from models.paged import Paged, at_last_pairs
 from models.tiny import make_eagle1, make_eagle3, make_target
 
 from specgen.kernels import select_kernels
@@ -24,7 +24,7 @@ CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
 def run(
     backend: str, device: str, target_path: Path, head: Path, dtype: str
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Outputs of a packed prefill and a decode pass, of target and head; and the caches."""
+    """Outputs of a packed prefill, a decode pass and an extend pass, of target and head; caches."""
     kernels = select_kernels(device, backend)
     aux_layers = inspect_draft(head, read_model_config(target_path)).aux_layers
     options: dict[str, Any] = {"device": device, "kernels": kernels, "dtype": dtype}
@@ -55,6 +55,10 @@ def run(
         )
         for tensor in (target.compute_logits(hidden), draft.compute_logits(out), feedback):
             outputs.append(tensor.float().cpu()[real])
+    # As the decode pass, of which the last true pairs go on.
+    last = at_last_pairs(on_device[1], torch.tensor([1, 5], device=device))
+    outputs += [t.float().cpu() for t in draft.forward(tokens, fused, last, pages[1].caches)]
+    torch.testing.assert_close(outputs[-1], outputs[-3][[1, 4]], rtol=2e-4, atol=2e-4)
     written = [c.float().cpu().flatten(0, 1)[:-8] for p in pages for kv in p.caches for c in kv]
     return outputs, written
 
