@@ -19,7 +19,6 @@ KERNEL_MODULES = (
     "logits",
     "rejection",
     "attention",
-    "packed_attention",
     "linear",
     "norm",
     "pairs",
@@ -41,7 +40,6 @@ class Kernels:
     logits: Any
     rejection: Any
     attention: Any
-    packed_attention: Any
     linear: Any
     norm: Any
     pairs: Any

@@ -21,7 +21,6 @@ def _rotary_write_cache_kernel(
     q_out_ptr,
     k_cache_ptr,
     v_cache_ptr,
-    keys_out_ptr,
     q_norm_ptr,
     k_norm_ptr,
     eps,
@@ -39,7 +38,6 @@ def _rotary_write_cache_kernel(
     BLOCK_SIZE: tl.constexpr,
     HEADS_PAD: tl.constexpr,
     HALF_PAD: tl.constexpr,
-    HAS_KEYS_OUT: tl.constexpr,
     HAS_NORM: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -91,12 +89,6 @@ def _rotary_write_cache_kernel(
     tl.store(target, rotated_first.to(cache_dtype), mask=is_key)
     tl.store(target + HALF, rotated_second.to(cache_dtype), mask=is_key)
 
-    if HAS_KEYS_OUT:
-        in_order = mask & (k_head >= 0) & (k_head < NUM_KV_HEADS)
-        target = keys_out_ptr + (token * NUM_KV_HEADS + k_head) * (2 * HALF) + i
-        tl.store(target, rotated_first, mask=in_order)
-        tl.store(target + HALF, rotated_second, mask=in_order)
-
     v_head = k_head - NUM_KV_HEADS
     is_value = mask & (v_head >= 0) & (slot >= 0)
     target = v_cache_ptr + block * v_block_stride + offset * v_token_stride
@@ -114,7 +106,6 @@ def rotary_write_cache(
     v_cache: Tensor,
     num_heads: int,
     num_kv_heads: int,
-    keys_out: Tensor | None = None,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 0.0,
@@ -132,7 +123,6 @@ def rotary_write_cache(
         v_cache: as `k_cache`.
         num_heads: query heads.
         num_kv_heads: key and value heads.
-        keys_out: `[T, num_kv_heads, D]`, contiguous: takes the rotated keys, too, in token order.
         q_norm: `[D]`, weight of a root mean square norm of every query head before the rotation;
             None: there is none. Roundings are those of `rms_norm`.
         k_norm: `[D]`, the same of the keys, given together with `q_norm`.
@@ -156,7 +146,6 @@ def rotary_write_cache(
         q,
         k_cache,
         v_cache,
-        keys_out,
         q_norm,
         k_norm,
         eps,
@@ -174,7 +163,6 @@ def rotary_write_cache(
         BLOCK_SIZE=k_cache.shape[1],
         HEADS_PAD=heads_pad,
         HALF_PAD=half_pad,
-        HAS_KEYS_OUT=keys_out is not None,
         HAS_NORM=q_norm is not None,
         num_warps=8 if heads_pad * half_pad >= 4096 else 4,
         **overlap_options(qkv),

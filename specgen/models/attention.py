@@ -50,9 +50,6 @@ class AttentionMetadata:
     """int32 ``[R + 1]`` for prefill."""
     query_idx: torch.Tensor | None = None
     """int64 ``[R]``: the tokens that attend; None: all of them."""
-    starts_at_zero: bool = False
-    """A prefill whose rows all begin at position 0, none of them inert, without padding tokens:
-    what a token may see is among the tokens of the pass."""
     shared_prefix: SharedPrefix | None = None
     """Blocks of the cache that decode reads once for all rows that begin with them."""
 
@@ -188,7 +185,6 @@ class Attention(nn.Module):
         self._norm_eps = config.rms_norm_eps
         self._rotary = kernels.rotary
         self._attention = kernels.attention
-        self._packed_attention = kernels.packed_attention
 
     def forward(
         self,
@@ -209,28 +205,10 @@ class Attention(nn.Module):
             ``[T, hidden_size]``, or parts of it for :meth:`RMSNorm.add`; of the tokens that attend.
         """
         qkv: torch.Tensor = self.qkv(x)
-        is_packed = metadata.starts_at_zero and self._packed_attention.applies(
-            qkv, self.head_dim, metadata.max_query_len
+        q = metadata.at_queries(self._rotate(qkv, cos_sin, metadata, kv_cache))
+        attended = attend(
+            self._attention, q, kv_cache, metadata, scale=self.scale, window=self.window
         )
-        keys: torch.Tensor | None = None
-        if is_packed:
-            keys = qkv.new_empty(x.shape[0], self.num_kv_heads, self.head_dim)
-        q = metadata.at_queries(self._rotate(qkv, cos_sin, metadata, kv_cache, keys))
-        if is_packed:
-            values = qkv.view(x.shape[0], -1, self.head_dim)[:, -self.num_kv_heads :]
-            attended = self._packed_attention.packed_attention(
-                q,
-                keys,
-                values,
-                metadata.query_start_loc,
-                metadata.max_query_len,
-                self.scale,
-                self.window,
-            )
-        else:
-            attended = attend(
-                self._attention, q, kv_cache, metadata, scale=self.scale, window=self.window
-            )
         return self.out.parts(attended.reshape(q.shape[0], -1))
 
     def write_entries(
@@ -241,7 +219,7 @@ class Attention(nn.Module):
         kv_cache: KVCache,
     ) -> None:
         """Write the cache entries that :meth:`forward` would write, and attend to nothing."""
-        self._rotate(self.qkv(x), cos_sin, metadata, kv_cache, None)
+        self._rotate(self.qkv(x), cos_sin, metadata, kv_cache)
 
     def _rotate(
         self,
@@ -249,9 +227,8 @@ class Attention(nn.Module):
         cos_sin: torch.Tensor,
         metadata: AttentionMetadata,
         kv_cache: KVCache,
-        keys: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Norms, rotation and cache write; returns queries ``[T, Hq, D]`` and fills ``keys``."""
+        """Norms, rotation and cache write; returns queries ``[T, Hq, D]``."""
         k_cache, v_cache = kv_cache
         q: torch.Tensor = self._rotary.rotary_write_cache(
             qkv,
@@ -262,7 +239,6 @@ class Attention(nn.Module):
             v_cache,
             self.num_heads,
             self.num_kv_heads,
-            keys,
             None if self.q_norm is None else self.q_norm.weight,
             None if self.k_norm is None else self.k_norm.weight,
             self._norm_eps,

@@ -156,22 +156,3 @@ def test_shared_blocks_in_a_graph_that_follows_their_changes(
         graph.replay()
         error = (out.float() - expected).norm(dim=-1) / expected.norm(dim=-1)
         assert error.max().item() < limit, (blocks, every)
-
-
-@pytest.mark.parametrize("window", [0, 300])
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 8, 128), (8, 8, 96), (8, 2, 64)])
-def test_packed_prompts_equal_the_twin(
-    kernels: Kernels, twins: Kernels, heads: int, kv_heads: int, head_dim: int, window: int
-) -> None:
-    lengths = [1000, 1, 129, 640]
-    starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
-    total = int(starts[-1])
-    q, k = bf16(total, heads, head_dim), bf16(total, kv_heads, head_dim)
-    v = bf16(total, heads + 2 * kv_heads, head_dim)[:, -kv_heads:]
-    if not kernels.packed_attention.applies(q, head_dim, max(lengths)):
-        pytest.fail("flash attention is missing: every prompt would go through the cache")
-    rest = (starts.to(DEVICE), max(lengths), head_dim**-0.5, window)
-    out = kernels.packed_attention.packed_attention(q, k, v, *rest).float()
-    expected = twins.packed_attention.packed_attention(q.float(), k.float(), v.float(), *rest)
-    error = (out - expected).norm(dim=-1) / expected.norm(dim=-1)
-    assert error.max().item() < LARGEST_ERROR

@@ -132,10 +132,8 @@ def run_model_kernels(kernels: Any, dtype: torch.dtype, head_dim: int) -> None:
     table, positions = torch.zeros(50, head_dim), torch.zeros(3, dtype=torch.int64)
     rotary = (qkv, i32(3), table, positions, *caches, heads, kv_heads)
     kernels.rotary.rotary_write_cache(*rotary)
-    keys = torch.zeros(3, kv_heads, head_dim, dtype=dtype)
-    kernels.rotary.rotary_write_cache(*rotary, keys)
     head_norm = torch.ones(head_dim, dtype=dtype)
-    kernels.rotary.rotary_write_cache(*rotary, None, head_norm, head_norm, 1e-6)
+    kernels.rotary.rotary_write_cache(*rotary, head_norm, head_norm, 1e-6)
 
 
 def run_batch_kernels(kernels: Any) -> None:

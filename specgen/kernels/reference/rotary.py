@@ -17,7 +17,6 @@ def rotary_write_cache(
     v_cache: Tensor,
     num_heads: int,
     num_kv_heads: int,
-    keys_out: Tensor | None = None,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 0.0,
@@ -39,7 +38,6 @@ def rotary_write_cache(
         v_cache: as `k_cache`.
         num_heads: query heads.
         num_kv_heads: key and value heads.
-        keys_out: `[T, num_kv_heads, D]`, contiguous: takes the rotated keys, too, in token order.
         q_norm: `[D]`, weight of a root mean square norm of every query head before the rotation;
             None: there is none. Roundings are those of `rms_norm`.
         k_norm: `[D]`, the same of the keys, given together with `q_norm`.
@@ -66,6 +64,4 @@ def rotary_write_cache(
     flat = (num_slots, num_kv_heads, head_dim)
     k_cache.view(flat).index_copy_(0, slots, rotated[:, num_heads:].to(k_cache.dtype))
     v_cache.view(flat).index_copy_(0, slots, heads[:, num_rotated:].to(v_cache.dtype))
-    if keys_out is not None:
-        keys_out.copy_(rotated[:, num_heads:])
     return rotated[:, :num_heads].contiguous()
