@@ -57,10 +57,11 @@ class DecoderLayer(nn.Module):
         metadata: AttentionMetadata,
         kv_cache: KVCache,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``(mlp output, residual)``; their sum is the stream behind the block. The output may come
-        in parts.
+        """``(mlp output, residual)`` of the tokens that attend; their sum is the stream behind the
+        block. The output may come in parts.
         """
         attended = self.attention(normed, cos_sin, metadata, kv_cache)
+        residual = metadata.at_queries(residual)
         normed, residual = self.post_attention_norm.add(attended, residual)
         return self.mlp.parts(normed), residual
 
@@ -164,6 +165,7 @@ class Decoder(nn.Module):
         input_ids: torch.Tensor,
         metadata: AttentionMetadata,
         kv_caches: Sequence[KVCache],
+        last: AttentionMetadata | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run T tokens, writing their keys and values to the caches.
 
@@ -171,15 +173,19 @@ class Decoder(nn.Module):
             input_ids: int32 ``[T]``.
             metadata: rows and positions of the pass.
             kv_caches: one cache a layer.
+            last: of the last layer, if hidden states are wanted of fewer tokens, its ``query_idx``:
+                then only these go through what follows the last keys and values.
 
         Returns:
-            Hidden states behind the final norm ``[T, H]``, and the raw residual streams entering
-            the blocks of ``aux_layers`` (boundary ``num_layers``: leaving the last block),
-            concatenated in ascending order ``[T, A * H]``, or None without ``aux_layers``.
+            Hidden states behind the final norm, ``[T, H]`` or of the tokens wanted, and the raw
+            residual streams entering the blocks of ``aux_layers`` (boundary ``num_layers``: leaving
+            the last block), concatenated in ascending order ``[T, A * H]``, or None without
+            ``aux_layers``.
         """
         stream = self.embed(input_ids)
         block_out: torch.Tensor | None = None
         aux: list[torch.Tensor] = []
+        wants_last_stream = self.num_layers in self.aux_layers
         for i, layer in enumerate(self.layers):
             assert isinstance(layer, DecoderLayer)
             if block_out is None:
@@ -188,11 +194,14 @@ class Decoder(nn.Module):
                 normed, stream = layer.input_norm.add(block_out, stream)
             if i in self.aux_layers:
                 aux.append(stream)
+            if last is not None and i == self.num_layers - 1 and not wants_last_stream:
+                metadata = last
             block_out, stream = layer(normed, stream, self.cos_sin, metadata, kv_caches[i])
         assert block_out is not None
         hidden, stream = self.norm.add(block_out, stream)
-        if self.num_layers in self.aux_layers:
+        if wants_last_stream:
             aux.append(stream)
+            hidden = hidden if last is None else last.at_queries(hidden)
         return hidden, torch.cat(aux, dim=-1) if aux else None
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:

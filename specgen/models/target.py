@@ -93,6 +93,7 @@ class TargetModel(CachedModel, Protocol):
         input_ids: torch.Tensor,
         metadata: AttentionMetadata,
         kv_caches: Sequence[KVCache],
+        last: AttentionMetadata | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run T tokens; see :meth:`specgen.models.decoder.Decoder.forward`."""
         ...

@@ -244,9 +244,11 @@ class TransformersTarget(nn.Module):
         input_ids: torch.Tensor,
         metadata: AttentionMetadata,
         kv_caches: Sequence[KVCache],
+        last: AttentionMetadata | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run T tokens; see :meth:`specgen.models.decoder.Decoder.forward`."""
         hidden = self.run_layers(input_ids, metadata, kv_caches)
+        hidden = hidden if last is None else last.at_queries(hidden)
         if not self.aux_layers:
             return hidden, None
         aux = torch.cat([self._streams.pop(boundary) for boundary in self.aux_layers], dim=-1)

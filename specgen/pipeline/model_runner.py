@@ -65,6 +65,7 @@ class ModelRunner:
         self._sampler = Sampler(kernels, state)
         self._rejection_sampler = rejection_sampler
         self._drafter = drafter
+        self._needs_all_states = drafter is not None and drafter.needs_all_states
         self._block_size = block_size
         self._max_context_len = max_context_len
         self._graphs = graphs
@@ -86,7 +87,10 @@ class ModelRunner:
         slots = torch.cat((batch.fresh_slots, batch.resumed_slots))
         # Not by indexing: torch would upload the scalar, and wait for it.
         state.active.index_fill_(0, slots.long(), True)
-        logits = self._target.compute_logits(hidden[batch.fresh_idx])
+        last_hidden = hidden
+        if self._needs_all_states:
+            last_hidden = batch.last.at_queries(hidden)
+        logits = self._target.compute_logits(last_hidden[batch.fresh_rows])
         tokens, ok = self._sampler.sample(
             logits, batch.fresh_slots, needs_filter=batch.needs_filter
         )
@@ -114,16 +118,20 @@ class ModelRunner:
         return self._prefill_graphs.padded_size(num_tokens)
 
     def _run_prompts(self, batch: PrefillBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
-        def run_pass(
-            input_ids: torch.Tensor, metadata: AttentionMetadata
-        ) -> tuple[torch.Tensor, torch.Tensor | None]:
-            return self._target.forward(input_ids, metadata, self._caches)
+        """Run the target over a batch of chunks; hidden states of all tokens or of last ones."""
 
+        def run_pass(
+            input_ids: torch.Tensor, metadata: AttentionMetadata, last: AttentionMetadata
+        ) -> tuple[torch.Tensor, torch.Tensor | None]:
+            wanted = None if self._needs_all_states else last
+            return self._target.forward(input_ids, metadata, self._caches, wanted)
+
+        inputs = (batch.input_ids, batch.metadata, batch.last)
         if self._prefill_graphs is not None:
-            replayed = self._prefill_graphs.run(batch.input_ids, batch.metadata, run_pass)
+            replayed = self._prefill_graphs.run(*inputs, run_pass)
             if replayed is not None:
                 return replayed
-        return run_pass(batch.input_ids, batch.metadata)
+        return run_pass(*inputs)
 
     def decode(
         self, requests: Sequence[Request], num_speculative_tokens: int, max_num_tokens: int

@@ -18,8 +18,11 @@ from specgen.pipeline.decode_graphs import batch_buckets
 
 __all__ = ["PrefillGraphs", "PrefillPass", "most_prefill_tokens"]
 
-PrefillPass = Callable[[torch.Tensor, AttentionMetadata], tuple[torch.Tensor, torch.Tensor | None]]
-"""A pass over token ids ``[T]``: hidden states and auxiliary features, see `Decoder.forward`."""
+PrefillPass = Callable[
+    [torch.Tensor, AttentionMetadata, AttentionMetadata], tuple[torch.Tensor, torch.Tensor | None]
+]
+"""A pass over token ids ``[T]``, of which the last of each row may be all that the last layer is
+run for: hidden states and auxiliary features, see `Decoder.forward`."""
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +79,11 @@ class PrefillGraphs:
         self._graphs.clear()
 
     def run(
-        self, input_ids: torch.Tensor, metadata: AttentionMetadata, run_pass: PrefillPass
+        self,
+        input_ids: torch.Tensor,
+        metadata: AttentionMetadata,
+        last: AttentionMetadata,
+        run_pass: PrefillPass,
     ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         """Replay the pass over a padded batch; capture it if its size is new.
 
@@ -84,6 +91,7 @@ class PrefillGraphs:
             input_ids: int32 ``[T]``, padded as `padded_size` says.
             metadata: of as many tokens and rows; padding tokens have slot mapping -1, padding rows
                 slot -1.
+            last: of the same rows, see `AttentionMetadata.of_last_tokens`.
             run_pass: the pass.
 
         Returns:
@@ -93,7 +101,7 @@ class PrefillGraphs:
         num_tokens = input_ids.numel()
         if num_tokens not in self._sizes:
             return None
-        inputs = _inputs(input_ids, metadata)
+        inputs = _inputs(input_ids, metadata, last)
         captured = self._graphs.get(num_tokens)
         if captured is None:
             try:
@@ -115,7 +123,8 @@ class PrefillGraphs:
     ) -> _Captured:
         """Capture a pass over nothing but padding."""
         mine = tuple(torch.zeros_like(tensor) for tensor in inputs)
-        input_ids, positions, slot_mapping, slot_ids, first_positions, context_lens, starts = mine
+        input_ids, positions, slot_mapping, slot_ids, first_positions, *rest = mine
+        context_lens, starts, last_idx, last_positions = rest
         slot_mapping.fill_(-1)
         slot_ids.fill_(-1)
         static = replace(
@@ -129,7 +138,8 @@ class PrefillGraphs:
             max_query_len=input_ids.numel(),
             max_context_len=self._max_context_len,
         )
-        replay, outputs = self._capture(lambda: run_pass(input_ids, static))
+        last = static.of_last_tokens(last_idx, last_positions)
+        replay, outputs = self._capture(lambda: run_pass(input_ids, static, last))
         return _Captured(replay, mine, outputs)
 
     def _give_up(self, num_tokens: int) -> None:
@@ -142,9 +152,12 @@ class PrefillGraphs:
         )
 
 
-def _inputs(input_ids: torch.Tensor, metadata: AttentionMetadata) -> tuple[torch.Tensor, ...]:
+def _inputs(
+    input_ids: torch.Tensor, metadata: AttentionMetadata, last: AttentionMetadata
+) -> tuple[torch.Tensor, ...]:
     """What of a batch changes from one replay to the next."""
     assert metadata.query_start_loc is not None, "a prefill"
+    assert last.query_idx is not None, "last tokens"
     return (
         input_ids,
         metadata.positions,
@@ -153,4 +166,6 @@ def _inputs(input_ids: torch.Tensor, metadata: AttentionMetadata) -> tuple[torch
         metadata.first_positions,
         metadata.context_lens,
         metadata.query_start_loc,
+        last.query_idx,
+        last.first_positions,
     )

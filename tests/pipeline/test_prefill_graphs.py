@@ -27,14 +27,16 @@ def repeat(step: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
     return replay, made
 
 
-def batch(token_ids: list[int], size: int) -> tuple[torch.Tensor, AttentionMetadata]:
+def batch(
+    token_ids: list[int], size: int
+) -> tuple[torch.Tensor, AttentionMetadata, AttentionMetadata]:
     """One row of these tokens, padded to ``size``."""
     count, num_rows = len(token_ids), min(size, MAX_NUM_SEQS)
 
     def ints(*values: int, fill: int = 0, length: int = size) -> torch.Tensor:
         return torch.tensor([*values, *[fill] * (length - len(values))], dtype=torch.int32)
 
-    return ints(*token_ids), AttentionMetadata(
+    metadata = AttentionMetadata(
         positions=ints(*range(count)),
         slot_mapping=ints(*range(count), fill=-1).long(),
         block_tables=torch.zeros(4, 4, dtype=torch.int32),
@@ -46,16 +48,22 @@ def batch(token_ids: list[int], size: int) -> tuple[torch.Tensor, AttentionMetad
         max_context_len=count,
         query_start_loc=ints(0, fill=count, length=num_rows + 1),
     )
+    last = ints(fill=count - 1, length=num_rows)
+    return ints(*token_ids), metadata, metadata.of_last_tokens(last.long(), last)
 
 
-def echo(input_ids: torch.Tensor, metadata: AttentionMetadata) -> tuple[torch.Tensor, None]:
+def echo(
+    input_ids: torch.Tensor, metadata: AttentionMetadata, last: AttentionMetadata
+) -> tuple[torch.Tensor, None]:
     """All that a pass reads, side by side."""
     assert metadata.query_start_loc is not None
+    assert last.query_idx is not None
     assert metadata.max_query_len == input_ids.numel()
     assert metadata.max_context_len == MAX_CONTEXT_LEN
     by_row = (metadata.slot_ids, metadata.first_positions, metadata.context_lens)
     read = (input_ids, metadata.positions, metadata.slot_mapping, *by_row)
-    return torch.cat((*read, metadata.query_start_loc)).clone(), None
+    of_last = (last.query_idx, last.first_positions)
+    return torch.cat((*read, metadata.query_start_loc, *of_last)), None
 
 
 def graphs(largest: int = 64, capture: Callable[..., Any] = repeat) -> PrefillGraphs:
@@ -84,8 +92,8 @@ def test_every_replay_reads_its_own_batch() -> None:
     for tokens in ([5, 6, 7], list(range(20)), [9], list(range(16)), [5, 6, 7]):
         size = prefill.padded_size(len(tokens))
         assert size is not None
-        input_ids, metadata = batch(tokens, size[0])
-        done = prefill.run(input_ids, metadata, echo)
+        input_ids, metadata, last = batch(tokens, size[0])
+        done = prefill.run(input_ids, metadata, last, echo)
         assert done is not None
         slots = metadata.slot_mapping
         assert done[0][: size[0]].tolist() == input_ids.tolist()
@@ -95,13 +103,17 @@ def test_every_replay_reads_its_own_batch() -> None:
             *metadata.first_positions.tolist(),
             *metadata.context_lens.tolist(),
             *metadata.query_start_loc.tolist(),  # type: ignore[union-attr]
+            *last.query_idx.tolist(),  # type: ignore[union-attr]
+            *last.first_positions.tolist(),
         ]
 
 
 def test_a_capture_runs_over_nothing_but_padding() -> None:
     seen: list[torch.Tensor] = []
 
-    def look(input_ids: torch.Tensor, metadata: AttentionMetadata) -> tuple[torch.Tensor, None]:
+    def look(
+        input_ids: torch.Tensor, metadata: AttentionMetadata, _: AttentionMetadata
+    ) -> tuple[torch.Tensor, None]:
         seen.append(torch.cat((metadata.slot_mapping, metadata.slot_ids)).clone())
         return input_ids.clone(), None
 
@@ -135,7 +147,7 @@ def test_what_is_forgotten_is_captured_again() -> None:
     prefill.run(*batch([1], 16), echo)
     prefill.clear()
 
-    def other(input_ids: torch.Tensor, _: AttentionMetadata) -> tuple[torch.Tensor, None]:
+    def other(input_ids: torch.Tensor, *_: AttentionMetadata) -> tuple[torch.Tensor, None]:
         return input_ids + 5, None
 
     done = prefill.run(*batch([1, 2], 16), other)
