@@ -31,6 +31,7 @@ def _rms_norm_kernel(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < hidden_size
+    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
     x = tl.load(x_ptr + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
     dtype = out_ptr.dtype.element_ty
     if NUM_PARTS > 1:
@@ -45,7 +46,6 @@ def _rms_norm_kernel(
         x = total.to(tl.float32)  # the norm sees the rounded sum, as the next layer's residual does
     scale = tl.rsqrt(tl.sum(x * x, axis=0) / hidden_size + eps)
     normed = (x * scale).to(dtype).to(tl.float32)
-    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * hidden_size + columns, (normed * weight).to(dtype), mask=mask)
 
 

@@ -109,18 +109,18 @@ def _row_of_tile(
     BLOCK_M: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
 ):
-    """The row that a tile belongs to, ``num_rows`` for padding tokens, and its number in the row.
+    """The row that a tile belongs to, ``num_rows`` for padding tokens; its first query and the
+    tile's number in it.
 
     Row r begins with tile ``lines before it // BLOCK_M + r``, which leaves it one tile more than it
     can need where it does not end with a whole one.
     """
     rows = tl.arange(0, BLOCK_ROWS)
     is_row = rows <= num_rows
-    starts = tl.load(query_start_loc_ptr + rows, mask=is_row, other=0)
-    starts = starts * GROUP // BLOCK_M + rows
-    begun = is_row & (starts <= tile)
-    row = tl.sum(begun.to(tl.int32), axis=0) - 1
-    return row, tile - tl.max(tl.where(begun, starts, 0), axis=0)
+    starts = tl.load(query_start_loc_ptr + rows, mask=is_row, other=0) * GROUP // BLOCK_M + rows
+    row = tl.sum((is_row & (starts <= tile)).to(tl.int32), axis=0) - 1
+    query_begin = tl.load(query_start_loc_ptr + row)
+    return row, query_begin, tile - (query_begin * GROUP // BLOCK_M + row)
 
 
 @triton.jit
@@ -164,10 +164,11 @@ def _prefill_kernel(
     kv_head = tl.program_id(0) % NUM_KV_HEADS
     # A row's last tiles see most keys: they come first, so that no long one is left to the end.
     tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // NUM_KV_HEADS
-    row, tile = _row_of_tile(tile, query_start_loc_ptr, num_rows, GROUP, BLOCK_M, BLOCK_ROWS)
+    row, query_begin, tile = _row_of_tile(
+        tile, query_start_loc_ptr, num_rows, GROUP, BLOCK_M, BLOCK_ROWS
+    )
     d = tl.arange(0, BLOCK_D)
     d_mask = d < HEAD_DIM
-    query_begin = tl.load(query_start_loc_ptr + row)
 
     # Line m of a row: head m % GROUP of query m // GROUP.
     lines = tile * BLOCK_M + tl.arange(0, BLOCK_M)
