@@ -250,7 +250,9 @@ def choose_plan(x: Tensor, weight: Tensor, *, gated: bool, in_parts: bool = Fals
     if gated:
         return Plan(64, 64, 4, 8 if num_rows <= 16 else 6, swapped=True)
     if in_parts and width <= _MANY_COLUMNS:
-        return Plan(64, 128, 4, 5, swapped=True, parts=4 if num_rows <= 16 else 2)
+        if num_rows > 16:
+            return Plan(64, 128, 4, 5, swapped=True, parts=2)
+        return Plan(64, 128, 4, 4, swapped=True, parts=4 if inner > 8192 else 2)
     if width >= _MANY_COLUMNS:
         return _plan_of_many_columns(num_rows)
     if num_rows <= 16:
