@@ -246,6 +246,7 @@ def test_memory_that_runs_out_in_a_capture_lowers_the_largest_batch_and_says_so(
     monkeypatch.setattr(torch.cuda, "graph", TightCapture)
     monkeypatch.setattr(TightCapture, "left", num_failures)
     engine = build(models, "eagle3", True)
+    engine._runner._prefill_graphs = None  # the first capture is a decode step's
     with caplog.at_level(logging.WARNING, logger="specgen"):
         found = run_all(engine, rows)
     assert TightCapture.left == 0, "nothing was captured"
@@ -257,3 +258,28 @@ def test_memory_that_runs_out_in_a_capture_lowers_the_largest_batch_and_says_so(
     # The smaller batch goes on through graphs.
     assert engine._pipeline.graphs is not None
     assert engine._pipeline.graphs._graphs
+
+
+def test_memory_that_runs_out_in_the_capture_of_a_prompt_pass_costs_no_row(
+    models: dict[str | None, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rows = rows_of("decode")
+    expected = run_all(build(models, "eagle3", False), rows)
+    gc.collect()
+    monkeypatch.setattr(torch.cuda, "graph", TightCapture)
+    monkeypatch.setattr(TightCapture, "left", 1)
+    engine = build(models, "eagle3", True)
+    with caplog.at_level(logging.WARNING, logger="specgen"):
+        found = run_all(engine, rows)
+    assert TightCapture.left == 0, "nothing was captured"
+    check_rows(found, expected)
+    assert engine.num_memory_faults == 0
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "prompt tokens was captured: so many are launched kernel by kernel" in said
+    # Decode steps, and passes over fewer tokens, still go through graphs.
+    assert engine._pipeline.max_num_rows == NUM_ROWS
+    check_rows(run_all(engine, rows[:4]), expected[:4])
+    assert engine._pipeline.prefill_graphs is not None
+    assert engine._pipeline.prefill_graphs._graphs
