@@ -68,7 +68,9 @@ def load_checks(
         chat_template=resolved.chat_template,
         trust_remote_code=resolved.trust_remote_code,
     )
-    tokenizer.require_template(template_flag)
+    tokenizer.require_template(
+        template_flag, "give one with --chat-template, or leave the flag out"
+    )
 
     def check(row: PromptRow) -> int:
         return len(prompt_ids(row, tokenizer, resolved))

@@ -203,7 +203,7 @@ def _drive(options: RunOptions, job: Job) -> None:
     if options.config.load_format == "dummy":
         job.display.warn("--load-format dummy: the weights are random, and so is the text")
     _warn_of_ignored(settings["generation_config_ignored"], job.display)
-    _warn_of_template(options, settings, job.display)
+    _warn_of_template(settings, job.display)
     read = replace(options.read, sampling=sampling)
     if _are_files(options.inputs):
         job.run(engine, read_rows(options.inputs, read, job.writer.keep))
@@ -279,11 +279,30 @@ def _check_stop_ids(options: RunOptions) -> None:
 
 
 def _check_template(options: RunOptions) -> None:
-    """Refuse flags under which every row would fail for want of a template, before weights load."""
+    """Refuse flags and inputs that fail for want of a template, before weights are loaded."""
     if options.read.template_flag is not None:
         from specgen.validation import load_checks
 
         load_checks(options.config, options.read.template_flag)
+    config = options.config
+    if config.chat_template is not None or config.skip_tokenizer_init:
+        return  # a template that is given is checked when it is read; without a tokenizer rows fail
+    first = _first_messages(options)
+    if first is not None:
+        _require_template(options, first)
+
+
+def _require_template(options: RunOptions, line: str) -> None:
+    from specgen.pipeline.tokenization import Tokenizer
+    from specgen.resolve import resolve
+
+    resolved = resolve(options.config, with_weights=False)
+    tokenizer = Tokenizer(resolved.tokenizer_dir, trust_remote_code=resolved.trust_remote_code)
+    model = options.config.tokenizer or options.config.model or resolved.tokenizer_dir
+    tokenizer.require_template(
+        f'{line}: "messages" for {legible(model)}',
+        'give one with --chat-template FILE, or "prompt" lines instead of "messages"',
+    )
 
 
 def _settings(options: RunOptions, engine: Engine, sampling: SamplingParams) -> dict[str, Any]:
@@ -317,31 +336,31 @@ def _warn_of_ignored(keys: dict[str, Any], display: Display) -> None:
         )
 
 
-def _warn_of_template(options: RunOptions, settings: dict[str, Any], display: Display) -> None:
+def _warn_of_template(settings: dict[str, Any], display: Display) -> None:
     """Say before the first row what will become of `messages` that nothing can render."""
-    hint = 'rows with "messages" will fail: give --chat-template'
     if (fault := settings.get("chat_template_fault")) is not None:
+        hint = 'rows with "messages" will fail: give --chat-template'
         display.warn(f"the model's chat template is not a Jinja template: {fault}", hint)
-    elif (
-        not settings.get("has_chat_template", True)
-        and not options.config.skip_tokenizer_init
-        and _begins_with_messages(options)
-    ):
-        first = legible(options.inputs[0])
-        display.warn(f'{first} begins with "messages", and the model has no chat template', hint)
 
 
-def _begins_with_messages(options: RunOptions) -> bool:
-    """Whether the first row of inputs that can be read again is a chat."""
+def _first_messages(options: RunOptions) -> str | None:
+    """`FILE:LINE` of an input file's first row if that is a chat; None if no file begins so.
+
+    With a limit, only the first input is sure to be read.
+    """
     from specgen.request_io.reader import parse_line
-    from specgen.request_io.source import read_lines
+    from specgen.request_io.source import STDIN, read_lines
 
-    if not _are_files(options.inputs):
-        return False
-    with closing(read_lines(options.inputs)) as lines:
-        first = next(islice(lines, options.read.limit), None)
-    row = None if first is None else parse_line(first, 0, options.read)
-    return getattr(row, "messages", None) is not None
+    limit = options.read.limit
+    for path in options.inputs if limit is None else options.inputs[: min(limit, 1)]:
+        if path == STDIN or not os.path.isfile(path):
+            continue  # what can be read only once
+        with closing(read_lines([path])) as lines:
+            first = next(lines, None)
+        row = None if first is None else parse_line(first, 0, options.read)
+        if first is not None and getattr(row, "messages", None) is not None:
+            return f"{first.source}:{first.line}"
+    return None
 
 
 def _are_files(inputs: tuple[str, ...]) -> bool:

@@ -141,20 +141,23 @@ class Tokenizer:
         encoded = self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
         return tuple(encoded["input_ids"])
 
-    def require_template(self, flag: str | None) -> None:
-        """Refuse a `flag` that needs a chat template where there is none that could render.
+    def require_template(self, what: str | None, hint: str) -> None:
+        """Refuse what needs a chat template where there is none that could render.
+
+        Args:
+            what: needs it, and begins the error; None needs none.
+            hint: the way out.
 
         Raises:
             ModelError: the tokenizer has no template, or it is not Jinja; every row would fail.
         """
-        if flag is None:
+        if what is None:
             return
-        hint = "give one with --chat-template, or leave the flag out"
         if not self.has_chat_template:
-            raise ModelError(f"{flag}: the tokenizer has no chat template", hint)
+            raise ModelError(f"{what}: the tokenizer has no chat template", hint)
         if self.template_fault is not None:
             raise ModelError(
-                f"{flag}: the tokenizer's chat template is not a Jinja template: "
+                f"{what}: the tokenizer's chat template is not a Jinja template: "
                 f"{self.template_fault}",
                 hint,
             )

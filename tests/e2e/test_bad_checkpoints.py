@@ -18,7 +18,7 @@ from models import layouts
 from models.tiny import edit_config, load_state, make_target, save_state, write_tokenizer
 
 from specgen.cli import cli
-from specgen.models import checkpoint
+from specgen.models import checkpoint, weights
 
 
 @pytest.fixture
@@ -221,23 +221,69 @@ def test_flags_that_need_a_template_are_refused_before_a_row_fails(
     assert "--chat-template" in found.stderr
 
 
-def test_messages_without_a_template_cost_their_rows(case: Path) -> None:
-    drop_template(case)
-    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
-    lines = [chat, {"prompt": "a", "max_tokens": 2}]
-    Path("in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    result = run()
-    assert result.exit_code == 3
-    first, second = map(json.loads, Path("out").read_text().splitlines())
-    assert first["error"]["code"] == "no_chat_template"
-    assert "--chat-template" in first["error"]["message"]
-    assert second["status"] == "ok"
-
-
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 ENVELOPE = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": CHAT}
 PROMPT = {"prompt": "a", "max_tokens": 2}
-NO_TEMPLATE = 'begins with "messages", and the model has no chat template'
+
+
+def write_lines(*lines: dict[str, Any], path: str = "in.jsonl") -> None:
+    Path(path).write_text("\n" + "".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.mark.parametrize("template", [None, "{% for m in messages %}\n{% if %}"])
+@pytest.mark.parametrize("first", [CHAT, ENVELOPE])
+def test_a_file_that_begins_with_messages_needs_a_template_before_weights_are_read(
+    case: Path, first: dict[str, Any], template: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drop_template(case)
+    if template is not None:
+        (case / "text" / "chat_template.jinja").write_text(template)
+    write_lines(first, PROMPT)
+    write_lines(PROMPT, CHAT, path="other.jsonl")
+    before = sorted(os.listdir())
+    said = "not a Jinja template" if template else "no chat template"
+    with monkeypatch.context() as patch:
+        patch.setattr(weights, "fill_tensors", lambda *_: pytest.fail("weights were read"))
+        result = run()
+        refused(before, result, 'in.jsonl:2: "messages" for text', said, "--chat-template FILE")
+        assert "warning" not in result.stderr
+        args = ["other.jsonl", "in.jsonl", "-o", "out", "--model", "text", "--device", "cpu"]
+        refused(before, CliRunner().invoke(cli, ["run", *args]), "in.jsonl:2", said)
+    assert run("text-eagle3", "--chat-template", "{{ messages[0].content }}").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("lines", "flags", "code"),
+    [
+        ((PROMPT, CHAT), (), "no_chat_template"),
+        ((CHAT, PROMPT), ("--apply-chat-template", "never"), "invalid_value"),
+        ((CHAT, PROMPT), ("--skip-tokenizer-init",), "no_tokenizer"),
+        ((CHAT, PROMPT), ("--limit", "0"), None),
+    ],
+)
+def test_lines_that_cannot_be_rendered_cost_their_rows_alone(
+    case: Path, lines: tuple[dict[str, Any], ...], flags: tuple[str, ...], code: str | None
+) -> None:
+    drop_template(case)
+    write_lines(*lines)
+    result = run("text-eagle3", *flags)
+    assert result.exit_code == (0 if code is None else 3), result.stderr
+    rows = [json.loads(line) for line in Path("out").read_text().splitlines()]
+    found = [row["error"]["code"] for row in rows if row["error"]]
+    assert set(found) == (set() if code is None else {code})
+    if code == "no_chat_template":
+        assert [row["status"] for row in rows] == ["ok", "error"]
+        assert "--chat-template" in rows[1]["error"]["message"]
+
+
+def test_a_pipe_is_not_read_ahead_for_its_messages(case: Path) -> None:
+    drop_template(case)
+    lines = json.dumps(CHAT) + "\n" + json.dumps(PROMPT) + "\n"
+    args = ["run", "-", "-o", "piped", "--device", "cpu", "--model", "text"]
+    result = CliRunner().invoke(cli, args, input=lines)
+    assert result.exit_code == 3
+    rows = [json.loads(line) for line in Path("piped").read_text().splitlines()]
+    assert [row["status"] for row in rows] == ["error", "ok"]
 
 
 def warnings_of(result: Result) -> list[str]:
@@ -245,41 +291,6 @@ def warnings_of(result: Result) -> list[str]:
     lines = result.stderr.splitlines()
     end = next((i for i, line in enumerate(lines) if "in.jsonl:" in line), len(lines))
     return [line for line in lines[:end] if line.startswith("warning: ")]
-
-
-@pytest.mark.parametrize(
-    ("first", "flags", "is_known"),
-    [
-        (CHAT, (), True),
-        (ENVELOPE, (), True),
-        (PROMPT, (), False),
-        (CHAT, ("--chat-template", "{{ messages[0].content }}"), False),
-        (CHAT, ("--apply-chat-template", "never"), False),  # the row says why it fails
-        (CHAT, ("--limit", "0"), False),
-    ],
-)
-def test_the_first_line_tells_before_the_run_that_a_template_is_missing(
-    case: Path, first: dict[str, Any], flags: tuple[str, ...], is_known: bool
-) -> None:
-    drop_template(case)
-    Path("in.jsonl").write_text("\n" + "".join(json.dumps(line) + "\n" for line in (first, PROMPT)))
-    result = run("text-eagle3", *flags)
-    assert result.exit_code in (0, 3), result.stderr
-    found = [line for line in warnings_of(result) if NO_TEMPLATE in line]
-    assert len(found) == is_known, result.stderr
-    assert result.stderr.count(NO_TEMPLATE) == is_known
-
-
-def test_a_template_that_is_there_is_not_missed_and_a_pipe_is_not_read_ahead(case: Path) -> None:
-    lines = json.dumps(CHAT) + "\n" + json.dumps(PROMPT) + "\n"
-    Path("in.jsonl").write_text(lines)
-    assert NO_TEMPLATE not in run().stderr
-    drop_template(case)
-    args = ["run", "-", "-o", "piped", "--device", "cpu", "--model", "text"]
-    result = CliRunner().invoke(cli, args, input=lines)
-    assert result.exit_code == 3
-    assert NO_TEMPLATE not in result.stderr
-    assert len(Path("piped").read_text().splitlines()) == 2
 
 
 BROKEN = "{% for m in messages %}\n{{ m['content'] }}\n{% if %}"
