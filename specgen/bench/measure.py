@@ -71,8 +71,8 @@ def measure(
 ) -> Measurement:
     """Run the job once to warm up, then ``num_runs`` times, always with other prompts and draws.
 
-    The first run compiles kernels and captures graphs for the batch sizes that occur while rows
-    end.
+    The first run compiles kernels and captures a graph for every batch size that occurs while rows
+    end, as an engine that has run for long has them.
 
     Raises:
         ModelError: a row failed, so that there is nothing to measure.
@@ -88,7 +88,8 @@ def measure(
         )
         return _run(engine, rows)
 
-    warmup_seconds, _, _ = run()
+    with engine.warming_up():
+        warmup_seconds, _, _ = run()
     cuda = engine.config.device == "cuda"
     if cuda:
         torch.cuda.reset_peak_memory_stats()

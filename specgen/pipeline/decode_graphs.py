@@ -67,6 +67,8 @@ class DecodeGraphs:
         self._buckets = batch_buckets(max_num_seqs)
         self._graphs: dict[tuple[int, Hashable], _Captured] = {}
         self._wasted: dict[tuple[int, Hashable], float] = {}
+        self.captures_every_size = False
+        """Whether each batch size gets its graph when it first occurs, whatever that costs."""
 
     @property
     def max_num_rows(self) -> int:
@@ -113,7 +115,7 @@ class DecodeGraphs:
                 tried again, unless it is the smallest.
         """
         size = self.bucket(len(slots))
-        if not exact:
+        if not (exact or self.captures_every_size):
             size = self._size_to_run(size, variant)
         captured = self._graphs.get((size, variant))
         if captured is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -158,6 +159,22 @@ class Engine:
         outputs = list(self._finished)
         self._finished.clear()
         return outputs
+
+    @contextmanager
+    def warming_up(self) -> Iterator[None]:
+        """While it lasts, every batch size that occurs gets a CUDA graph of its own at once.
+
+        Otherwise a batch that shrinks goes on in a larger graph as long as that is cheaper than a
+        capture, so that an engine has all of them only after a while.
+        """
+        graphs = self._pipeline.graphs
+        if graphs is not None:
+            graphs.captures_every_size = True
+        try:
+            yield
+        finally:
+            if graphs is not None:
+                graphs.captures_every_size = False
 
     def describe(self) -> dict[str, Any]:
         """Effective settings, for the log and the output's metadata."""

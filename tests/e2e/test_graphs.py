@@ -91,3 +91,16 @@ def test_a_capture_without_memory_costs_no_row(
         limits.step_succeeded()
     assert limits.num_seqs == 4
     assert not limits.reduced
+
+
+def test_an_engine_that_warms_up_has_a_graph_for_every_batch_size_that_occurred(
+    engine_of: EngineShop,
+) -> None:
+    engine = engine_of.build("text", "eagle3", max_num_seqs=12)
+    graphs, _ = use_graphs(engine)
+    run_all(engine, rows())
+    some = {size for size, _ in graphs._graphs}
+    with engine.warming_up():
+        run_all(engine, rows())
+    assert some < {size for size, _ in graphs._graphs}
+    assert not graphs.captures_every_size

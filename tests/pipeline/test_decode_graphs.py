@@ -116,6 +116,14 @@ def test_a_larger_graph_of_another_variant_is_no_help() -> None:
     assert len(graphs.run([1], "drafts", echo)) == 1
 
 
+def test_while_warming_up_every_size_gets_its_graph() -> None:
+    graphs = DecodeGraphs(64, CPU, repeat)
+    graphs.captures_every_size = True
+    assert sizes_run(graphs, [64, 40, 9]) == [64, 48, 16]
+    graphs.captures_every_size = False
+    assert sizes_run(graphs, [64, 40, 20, 9]) == [64, 48, 48, 16]
+
+
 def test_what_is_timed_runs_in_its_own_bucket() -> None:
     graphs = DecodeGraphs(64, CPU, repeat)
     assert sizes_run(graphs, [64]) == [64]
