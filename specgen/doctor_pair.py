@@ -6,18 +6,19 @@ Configurations, tokenizer and tensor headers are read; no tensor is.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from specgen.config import EngineConfig, ResolvedConfig, refuse_idle_draft_settings
 from specgen.doctor_finding import Finding
+from specgen.doctor_target import config_facts, outline_facts, stored_head, target_facts
 from specgen.errors import EnvironmentProblem, RequestError, SpecgenError
-from specgen.wording import counted
 
 if TYPE_CHECKING:
     from specgen.models.config import DraftConfig, ModelConfig
+    from specgen.models.target import TargetModel
     from specgen.pipeline.tokenization import Tokenizer
 
 __all__ = ["examine_pair"]
@@ -89,7 +90,7 @@ def _examine(
         model,
         lambda: read_model_config(directory, trust_remote_code=config.trust_remote_code),
     )
-    yield from _facts("target", target)
+    yield from target_facts(target, directory, config.trust_remote_code)
     tokenizer = _try("target", "tokenizer", lambda: find_tokenizer(config, directory))
     on_disk = replace(
         config,
@@ -136,10 +137,15 @@ def _examine(
     skeletons = _skeletons(resolved, head)
     for note in skeletons["target"].notes:
         yield Finding("target", "remark", note, "note")
+    if not is_dummy:
+        yield from stored_head(target, skeletons["target"], resolved.model_dir)
+    if target.backend == "transformers":
+        outline = _try("target", "attention", skeletons["target"].outline)
+        yield from outline_facts(outline)
     if head is not None:
         yield Finding("draft", "fits the target", "yes")
     counts = {name: _count(skeleton) for name, skeleton in skeletons.items()}
-    yield from _memory(resolved, target, head, counts, lengths)
+    yield from _memory(resolved, skeletons["target"], head, counts, lengths)
 
 
 def _find(
@@ -166,40 +172,6 @@ def _try(section: str, name: str, look: Callable[[], _Found]) -> _Found:
         return look()
     except SpecgenError as error:
         raise _ProblemError(Finding(section, name, error.message, "problem", error.hint)) from error
-
-
-def _facts(section: str, config: Any) -> Iterator[Finding]:
-    """The fields of a frozen config that hold something."""
-    for field in fields(config):
-        value = getattr(config, field.name)
-        if value in (None, (), [], {}, "", frozenset()) or field.name == "notes":
-            continue
-        yield Finding(section, field.name, _worded(field.name, value))
-
-
-def _worded(name: str, value: Any) -> str:
-    """The value of a field, for people: what is long is counted, rules of a family are left out."""
-    if name == "experts":
-        scaled = ", probabilities scaled to sum to 1" if value.normed else ""
-        return (
-            f"{value.num_experts} of inner size {value.intermediate_size}, {value.num_chosen} a "
-            f"token{scaled}, in {counted(len(value.layers), 'layer')}"
-        )
-    if name == "layer_windows":
-        windowed = [window for window in value if window]
-        sizes = ", ".join(str(size) for size in sorted(set(windowed)))
-        return f"{sizes} in {len(windowed)} of {counted(len(value), 'layer')}"
-    if is_dataclass(value):
-        # Its first two fields say what it is, and the rest what is not as usual.
-        pairs = [(field, getattr(value, field.name)) for field in fields(value)]
-        return ", ".join(
-            f"{field.name}={len(own) if isinstance(own, tuple) else own}"
-            for i, (field, own) in enumerate(pairs)
-            if i < 2 or own != field.default
-        )
-    if isinstance(value, tuple | list):
-        return ", ".join(map(str, value))
-    return str(value)
 
 
 def _tokenizer(config: ResolvedConfig) -> Iterator[Finding]:
@@ -294,7 +266,7 @@ def _draft(
     findings = [Finding("draft", "directory", name)]
     findings += [Finding("draft", "recognised", head.notes[0])]
     findings += [Finding("draft", "remark", note, "note") for note in head.notes[1:]]
-    findings += _facts("draft", replace(head, stored=frozenset()))
+    findings += config_facts("draft", replace(head, stored=frozenset()))
     for tensor in ("embed_tokens", "lm_head"):
         owner = "its own" if tensor in head.stored else "shared with the target"
         findings.append(Finding("draft", tensor, owner))
@@ -308,7 +280,7 @@ def _draft(
 
 def _memory(
     config: ResolvedConfig,
-    target: ModelConfig,
+    skeleton: TargetModel,
     head: DraftConfig | None,
     num_parameters: dict[str, int],
     lengths: Sequence[int] | None,
@@ -319,6 +291,7 @@ def _memory(
     from specgen.pipeline.loading import activation_bytes, step_bytes
     from specgen.pipeline.memory_fit import RowSizes, check_num_seqs
 
+    target = skeleton.config
     dtype, device = getattr(torch, config.dtype), torch.device(config.device)
     for name, count in num_parameters.items():
         size = _size(count * dtype.itemsize)
@@ -330,7 +303,7 @@ def _memory(
         f"{_size(activation_bytes(config, target))} for steps of {config.max_num_batched_tokens} "
         f"prompt tokens or {config.max_num_seqs} rows",
     )
-    sizes = RowSizes.of(config, target, head)
+    sizes = RowSizes.of(config, skeleton, head)
     kept = (config.max_num_seqs + 1) * sizes.state_bytes
     drafted = " and drafts' logits" if sizes.draft_logits_shape else ""
     yield Finding("memory", "device rows", f"{_size(kept)} of block tables{drafted}")

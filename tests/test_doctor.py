@@ -29,7 +29,10 @@ from specgen.cli import cli
 from specgen.config import EngineConfig
 from specgen.doctor import examine, versions
 from specgen.doctor_finding import Finding
-from specgen.errors import EnvironmentProblem
+from specgen.errors import EnvironmentProblem, ModelError
+from specgen.kernels import select_kernels
+from specgen.models.transformers_target import TransformersTarget
+from specgen.models.weights import load_target
 from specgen.pipeline import kv_cache
 from specgen.pipeline.engine import Engine
 
@@ -276,6 +279,123 @@ def test_a_target_that_transformers_runs(tmp_path: Path) -> None:
         assert problem.status == "problem"
         assert name in problem.value
         assert part in problem.value
+
+
+# What only our own decoder gives a meaning.
+OUR_FIELDS = {"rms_norm_eps", "qkv_bias", "o_bias", "mlp_bias", "qk_norm", "intermediate_size"}
+THROUGH_TRANSFORMERS: dict[str, dict[str, Any]] = {
+    "cohere": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+    "gemma2": {"sliding_window": 9, "attn_logit_softcapping": 2.0},
+    "gemma3": {"sliding_window": 9},
+    "gpt_neox": {"rotary_pct": 0.5},
+    "olmo2": {"sliding_window": 9},  # a key of other classes
+    "phi3": {"sliding_window": 9},
+    "llama": {"hidden_act": "gelu", "sliding_window": 9},
+}
+
+
+@pytest.mark.parametrize("family", THROUGH_TRANSFORMERS)
+def test_of_a_target_that_transformers_runs_only_what_is_so_is_said(
+    tmp_path: Path, family: str
+) -> None:
+    from transformers import AutoConfig
+
+    target = make_target(tmp_path, family, with_tokenizer=True, **THROUGH_TRANSFORMERS[family])
+    said = {name: f.value for (section, name), f in look(target).items() if section == "target"}
+    assert said["backend"] == "transformers"
+    assert not OUR_FIELDS & set(said)
+    config = AutoConfig.from_pretrained(target)
+    by_kind = {
+        f"rope of {kind}": rope
+        for kind, rope in config.rope_parameters.items()
+        if isinstance(rope, dict)
+    }
+    ropes = by_kind or {"rope": config.rope_parameters}
+    assert {name for name in said if name.startswith("rope")} == set(ropes)
+    for name, rope in ropes.items():
+        assert said[name] == ", ".join(f"{key}={value}" for key, value in rope.items())
+    # What the loaded class hands to its attention.
+    loaded = load_target(target, device="cpu", kernels=select_kernels("cpu"))
+    assert isinstance(loaded, TransformersTarget)
+    assert said["num_kv_heads"] == str(loaded.num_kv_heads)
+    assert said["head_dim"] == str(loaded.head_dim)
+    calls = loaded._pass.calls
+    windows = [call.window for call in calls if call.window]
+    expected = f"9 in {len(windows)} of 7 layers" if windows else None
+    assert said.get("layer_windows") == expected
+    caps = {call.softcap for call in calls if call.softcap}
+    assert said.get("softcap of scores") == (str(caps.pop()) if caps else None)
+    assert "only when it is loaded" in said["probe"]
+
+
+def write_bert(path: Path) -> Path:
+    from transformers import BertConfig, BertLMHeadModel
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    config = BertConfig(vocab_size=96, num_hidden_layers=2, max_position_embeddings=64, **sizes)
+    BertLMHeadModel(config).save_pretrained(path)
+    write_tokenizer(path, 96)
+    return path
+
+
+PARTIAL = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0, "partial_rotary_factor": 0.5}
+NOT_RUN: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "no decoder": (write_bert, '"is_decoder" is false'),
+    "both ways": (
+        lambda path: make_target(path, "gemma3", use_bidirectional_attention=True),
+        '"use_bidirectional_attention" is true',
+    ),
+    "both ways, of a native family": (
+        lambda path: make_target(path, "llama", is_causal=False),
+        '"is_causal" must be true (or absent), got False',
+    ),
+    "rope of half a head": (
+        lambda path: make_target(path, "llama", rope_parameters=PARTIAL),
+        '"partial_rotary_factor" must be 1',
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", NOT_RUN)
+def test_what_a_loaded_class_shows_without_its_values_is_a_problem_before(
+    tmp_path: Path, kind: str
+) -> None:
+    make, text = NOT_RUN[kind]
+    target = make(tmp_path)
+    found = look(target, skip_tokenizer_init=True).values()
+    (problem,) = [finding for finding in found if finding.status == "problem"]
+    assert text in f"{problem.value} {problem.hint}"
+    with pytest.raises(ModelError) as refused:
+        load_target(target, device="cpu", kernels=select_kernels("cpu"))
+    assert text in f"{refused.value.message} {refused.value.hint}"
+
+
+def test_experts_have_shapes_without_values(tmp_path: Path) -> None:
+    from transformers import OlmoeConfig, OlmoeForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    sizes |= {"vocab_size": 96, "num_hidden_layers": 2, "max_position_embeddings": 64}
+    config = OlmoeConfig(num_experts=4, num_experts_per_tok=2, eos_token_id=2, **sizes)
+    OlmoeForCausalLM(config).save_pretrained(tmp_path)
+    found = look(tmp_path, skip_tokenizer_init=True)
+    assert found["target", "head_dim"].value == "8"
+    assert not [f for f in found.values() if f.status == "problem"]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("is_stored", [True, False])
+def test_a_tied_head_that_is_stored_is_said_to_be_compared_later(
+    tmp_path: Path, family: str, is_stored: bool
+) -> None:
+    target = make_target(tmp_path, family, with_tokenizer=True, tie_word_embeddings=True)
+    state = load_state(target)
+    if is_stored:
+        save_state(target, {**state, "lm_head.weight": state["model.embed_tokens.weight"].clone()})
+    found = look(target)
+    assert (("target", "lm_head") in found) == is_stored
+    if is_stored:
+        assert found["target", "lm_head"].status == "note"
+        assert "when the weights are read" in found["target", "lm_head"].value
 
 
 def test_a_draft_for_a_target_that_transformers_runs(tmp_path: Path) -> None:

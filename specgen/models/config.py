@@ -201,6 +201,8 @@ def parse_model_config(reader: ConfigReader, family: Family) -> ModelConfig:
         ModelError: a key is missing, malformed or asks for something unsupported.
     """
     refuse_quantization(reader)
+    if not reader.flag("is_causal", True):  # transformers' masks heed it for every family
+        raise reader.not_native("is_causal", False, "true (or absent)")
     sizes = parse_block_sizes(
         reader,
         default_head_dim=family.default_head_dim,

@@ -45,11 +45,12 @@ class AttentionCall:
 class PagedPass:
     """The pass that a model is in: its rows, its caches, and the calls of its layers.
 
-    ``name`` is what errors call the model.
+    ``name`` is what errors call the model, ``reason`` why our own decoder does not run it.
     """
 
     name: str
     kernels: Kernels
+    reason: str = ""
     metadata: AttentionMetadata | None = None
     kv_caches: Sequence[KVCache] | None = None
     calls: list[AttentionCall] = field(default_factory=list)
@@ -66,7 +67,8 @@ class PagedPass:
         """The error for a model that needs something we do not have."""
         return ModelError(
             f"{self.name}: {what}, which is not supported for targets run through transformers",
-            hint="use a checkpoint of another family",
+            hint="use a checkpoint of another family"
+            + (f" ({self.reason})" if self.reason else ""),
         )
 
     def attend(
@@ -81,17 +83,21 @@ class PagedPass:
     ) -> torch.Tensor:
         """Write keys and values ``[1, Hkv, T, D]``, attend with queries ``[1, Hq, T, D]``.
 
+        Of tensors without values, the call is kept and nothing done.
+
         Returns:
             ``[1, T, Hq, D]``.
         """
-        metadata = self.metadata
-        assert metadata is not None, "the model ran outside of a pass"
-        assert self.kv_caches is not None
         layer = module.layer_idx
-        num_heads, head_dim = query.shape[1], query.shape[3]
+        num_heads, num_tokens, head_dim = query.shape[1:]
         self.calls.append(AttentionCall(layer, module, key.shape[1], head_dim, window, softcap))
         if key.shape[3] != head_dim or value.shape != key.shape:
             raise self.refuse("keys and values have heads of different sizes (such as MLA's)")
+        if query.is_meta:
+            return query.new_empty((1, num_tokens, num_heads, head_dim))
+        metadata = self.metadata
+        assert metadata is not None, "the model ran outside of a pass"
+        assert self.kv_caches is not None
         k_cache, v_cache = self.kv_caches[layer]
         if k_cache.shape[2:] != (key.shape[1], head_dim):
             raise self.refuse("key and value heads differ between layers")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from specgen.models.config import ModelConfig, parse_dtype, refuse_quantization
 from specgen.models.config_reader import ConfigReader
 from specgen.models.rope_config import RopeConfig, parse_rope
 
-__all__ = ["causal_class", "load_auto_config", "read_transformers_config"]
+__all__ = ["causal_class", "load_auto_config", "read_transformers_config", "stated"]
 
 _ATTENTION_LAYERS = ("full_attention", "sliding_attention")
 
@@ -116,6 +117,15 @@ def read_transformers_config(
     )
 
 
+def stated(config: Any, key: str) -> Any:
+    """The value of a key that the class of a configuration object declares; None of any other.
+
+    A checkpoint may hold keys of other classes, which say nothing of what this one computes.
+    """
+    declared = {field.name for field in fields(config)} if is_dataclass(config) else ()
+    return _attribute(config, key) if key in declared else None
+
+
 def _attribute(config: Any, key: str) -> Any:
     """What a configuration object says, None where it does not: some raise for what is a layer's.
 
@@ -188,6 +198,8 @@ def _refuse_unsupported(reader: ConfigReader, config: Any) -> None:
         refuse("encoder-decoder models are")
     if config.get_text_config() is not config:
         refuse("multimodal checkpoints are")
+    if _attribute(config, "is_causal") is False:
+        raise reader.error("is_causal", False, "true", "use a checkpoint of a causal decoder")
     if _attribute(config, "num_kv_shared_layers"):
         refuse('layers that share keys and values ("num_kv_shared_layers") are')
     if _attribute(config, "kv_lora_rank"):

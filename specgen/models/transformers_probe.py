@@ -6,6 +6,7 @@ use (a window that is only in their mask). So a loaded model is tried on two sho
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from specgen.models.transformers_attention import ATTENTION_NAME, PROBE_NAME, Pa
 if TYPE_CHECKING:
     from specgen.models.transformers_target import TransformersTarget
 
-__all__ = ["ProbeFacts", "entering_stream", "leaving_stream", "probe"]
+__all__ = ["ProbeFacts", "check_calls", "entering_stream", "leaving_stream", "probe"]
 
 _BLOCK_SIZE = 16
 _LONGEST = 96  # tokens of the longer prompt; windows beyond are not reached
@@ -80,7 +81,6 @@ def probe(target: TransformersTarget, held: PagedPass) -> ProbeFacts:
         ModelError: they disagree, are not finite, or not every layer called our attention exactly
             once.
     """
-    layers = range(target.num_layers)
     windows = {
         size
         for size in (getattr(target.model.config, "sliding_window", None),)
@@ -106,18 +106,7 @@ def probe(target: TransformersTarget, held: PagedPass) -> ProbeFacts:
         target.model.set_attn_implementation(ATTENTION_NAME)
     packed = run([(0, 0, lengths[0]), (1, 0, lengths[1])])
     calls = list(held.calls)
-    if not calls:
-        raise held.refuse("it does not call the attention function that it was given")
-    if sorted(call.layer for call in calls) != list(layers):
-        raise held.refuse(
-            f"{len(calls)} attention calls in a pass of {len(layers)} layers, not one a layer"
-        )
-    shapes = {(call.num_kv_heads, call.head_dim) for call in calls}
-    if len(shapes) > 1:
-        raise held.refuse("key and value heads differ between layers")
-    ((num_kv_heads, head_dim),) = shapes
-    if head_dim not in _HEAD_DIMS:
-        raise held.refuse(f"heads of size {head_dim}")
+    num_kv_heads, head_dim = check_calls(held, target.num_layers, target.model.config)
     unused = held.mask_windows - {call.window for call in calls} if _uses_windows(target) else set()
     if unused:
         raise held.refuse(f"its attention does not pass on its window of {min(unused)}")
@@ -147,6 +136,46 @@ def probe(target: TransformersTarget, held: PagedPass) -> ProbeFacts:
     shape = (1, lengths[1], target.embed_weight.shape[1])
     has_one_stream = all(isinstance(s, torch.Tensor) and s.shape == shape for s in streams)
     return ProbeFacts(num_kv_heads, head_dim, blocks, has_one_stream)
+
+
+def check_calls(held: PagedPass, num_layers: int, config: Any) -> tuple[int, int]:
+    """Number and size of the key and value heads that a pass asked for.
+
+    Args:
+        held: the pass.
+        num_layers: of the model.
+        config: transformers' configuration object, for what is to be named.
+
+    Raises:
+        ModelError: not one causal attention call a layer, or heads that we do not have.
+    """
+    calls = held.calls
+    if not calls:
+        raise held.refuse("it does not call the attention function that it was given")
+    if sorted(call.layer for call in calls) != list(range(num_layers)):
+        raise held.refuse(
+            f"{len(calls)} attention calls in a pass of {num_layers} layers, not one a layer"
+        )
+    if not all(getattr(call.module, "is_causal", True) for call in calls):
+        raise held.refuse(f"its attention is not causal{_why_not_causal(config)}")
+    shapes = {(call.num_kv_heads, call.head_dim) for call in calls}
+    if len(shapes) > 1:
+        raise held.refuse("key and value heads differ between layers")
+    ((num_kv_heads, head_dim),) = shapes
+    if head_dim not in _HEAD_DIMS:
+        raise held.refuse(f"heads of size {head_dim}")
+    return num_kv_heads, head_dim
+
+
+def _why_not_causal(config: Any) -> str:
+    values = {key: getattr(config, key, None) for key in ("use_bidirectional_attention",)}
+    values |= {key: getattr(config, key, None) for key in ("is_decoder", "is_causal")}
+    said = [
+        f'"{key}" is {json.dumps(value)}'
+        for key, value in values.items()
+        if value is not None and bool(value) == (key == "use_bidirectional_attention")
+    ]
+    return f" ({', '.join(said)} in config.json)" if said else ""
 
 
 def _uses_windows(target: TransformersTarget) -> bool:

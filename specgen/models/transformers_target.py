@@ -24,6 +24,7 @@ from specgen.models.dummy import fill_dummy
 from specgen.models.rotary import TABLE_MARGIN, build_cos_sin
 from specgen.models.transformers_attention import ATTENTION_NAME, PagedPass, register_attention
 from specgen.models.transformers_config import causal_class, load_auto_config
+from specgen.models.transformers_outline import Outline, does_not_run, outline_of
 from specgen.models.transformers_probe import (
     ProbeFacts,
     entering_stream,
@@ -175,22 +176,22 @@ class TransformersTarget(nn.Module):
         self.aux_layers = aux_layers
         self.num_layers = config.num_layers
         self.max_model_len = max_model_len or config.max_position_embeddings
-        self._pass = PagedPass(path or config.architecture, kernels)
+        self._pass = PagedPass(path or config.architecture, kernels, config.backend_reason)
         self._streams: dict[int, torch.Tensor] = {}
         self.notes: tuple[str, ...] = (
             f"{config.architecture} runs through transformers, slower and without CUDA graphs"
             + (f": {config.backend_reason}" if config.backend_reason else ""),
         )
         self.notes += _fix_ropes(model, self.max_model_len, self._pass)
-        if self.device.type == "meta":
-            self.num_kv_heads, self.head_dim = config.num_kv_heads, config.head_dim
-            return
         self._pass.attach(model)
         base_name = model.base_model_prefix
         base = getattr(model, base_name, None)
         if base is None:
             raise self._pass.refuse("it has no stack of layers below its lm_head")
         self._base: Any = base
+        if self.device.type == "meta":
+            self.num_kv_heads, self.head_dim = config.num_kv_heads, config.head_dim
+            return
         # The same lm_head and whatever else the class does to logits, without the layers. (In a
         # tuple: it is no second set of parameters.)
         head = copy.copy(model)
@@ -277,6 +278,21 @@ class TransformersTarget(nn.Module):
         logits: torch.Tensor = self._head[0](inputs_embeds=hidden[None], use_cache=False).logits[0]
         return logits
 
+    def outline(self) -> Outline | None:
+        """What the layers of a model on the meta device ask for; takes over the sizes of its heads.
+
+        Returns:
+            None where the class cannot run without values.
+
+        Raises:
+            ModelError: the model does not run on our attention.
+        """
+        assert self.device.type == "meta", self.device
+        found = outline_of(self.model, self._base, self._pass, self.num_layers)
+        if found is not None:
+            self.num_kv_heads, self.head_dim = found.num_kv_heads, found.head_dim
+        return found
+
     def _watch(self, blocks: Sequence[nn.Module]) -> None:
         """Keep the raw streams of the auxiliary boundaries as they pass."""
 
@@ -303,10 +319,7 @@ def _probe(target: TransformersTarget, held: PagedPass) -> ProbeFacts:
     except (ModelError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        reason = " ".join(str(error).split())[:300]
-        raise held.refuse(
-            f"it does not run on our attention ({type(error).__name__}: {reason})"
-        ) from error
+        raise does_not_run(held, error) from error
 
 
 def _fix_ropes(model: Any, max_model_len: int, held: PagedPass) -> tuple[str, ...]:
