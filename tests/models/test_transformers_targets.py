@@ -89,7 +89,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 
 def load(path: Path, **options: Any) -> TransformersTarget:
-    target = load_target(path, device="cpu", kernels=KERNELS, **options)
+    target = load_target(path, kernels=KERNELS, **{"device": "cpu", **options})
     assert isinstance(target, TransformersTarget)
     return target
 
@@ -140,6 +140,12 @@ def test_other_families_equal_transformers_too(tmp_path: Path, prefix: str) -> N
     target = load(tmp_path, aux_layers=tuple(range(8)))
     sequences = random_sequences()
     check_against(target, sequences, run_transformers(tmp_path, sequences))
+    skeleton = load(tmp_path, device="meta")
+    outline = skeleton.outline()
+    assert outline is not None, "it runs without values too"
+    assert (skeleton.num_kv_heads, skeleton.head_dim) == (target.num_kv_heads, target.head_dim)
+    calls = sorted(target._pass.calls, key=lambda call: call.layer)
+    assert outline.windows == tuple(call.window for call in calls)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "mixtral"])
