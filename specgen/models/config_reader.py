@@ -14,11 +14,15 @@ from typing import Any
 
 from specgen.errors import ModelError
 
-__all__ = ["ConfigReader", "NotNativeError"]
+__all__ = ["ConfigReader", "NotNativeError", "UnknownNameError"]
 
 
 class NotNativeError(ModelError):
     """A configuration that is well-formed, but asks for what our own decoder does not have."""
+
+
+class UnknownNameError(ModelError):
+    """A name in a configuration that neither our own decoder nor transformers knows."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from specgen.errors import ModelError
 from specgen.models.config import ModelConfig, parse_model_config
-from specgen.models.config_reader import ConfigReader, NotNativeError
+from specgen.models.config_reader import ConfigReader, NotNativeError, UnknownNameError
 from specgen.models.family import Family
 from specgen.models.llama import LLAMA
 from specgen.models.mistral import MISTRAL
@@ -81,6 +81,8 @@ def read_model_config(path: str | Path, *, trust_remote_code: bool = False) -> M
         config = read_transformers_config(
             reader, path, trust_remote_code=trust_remote_code, supported=_native_names()
         )
+    except UnknownNameError:
+        raise
     except ModelError as error:
         raise (error if reason is None else reason) from error
     if reason is None:

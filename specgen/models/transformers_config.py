@@ -2,18 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 from specgen.errors import ModelError
 from specgen.models.config import ModelConfig, parse_dtype, refuse_quantization
-from specgen.models.config_reader import ConfigReader
+from specgen.models.config_reader import ConfigReader, UnknownNameError
 from specgen.models.rope_config import RopeConfig, parse_rope
 
-__all__ = ["causal_class", "load_auto_config", "read_transformers_config", "stated"]
+__all__ = ["causal_class", "load_auto_config", "quiet", "read_transformers_config", "stated"]
 
+_ACTIVATION_KEYS = ("hidden_act", "hidden_activation", "activation_function")
 _ATTENTION_LAYERS = ("full_attention", "sliding_attention")
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep what transformers draws and logs out of our display: faults become errors."""
+    from transformers.utils import logging as transformers_logging
+
+    enabled = transformers_logging.is_progress_bar_enabled()
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if enabled:
+            transformers_logging.enable_progress_bar()
 
 
 def load_auto_config(path: str | Path, trust_remote_code: bool) -> Any:
@@ -22,18 +42,22 @@ def load_auto_config(path: str | Path, trust_remote_code: bool) -> Any:
     Raises:
         ModelError: transformers does not know the model, or not without code of its own.
     """
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING, AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(str(path), trust_remote_code=trust_remote_code)
+        with quiet():
+            return AutoConfig.from_pretrained(str(path), trust_remote_code=trust_remote_code)
     except Exception as error:
         # Anything at all may come out of a configuration class, or of code beside the checkpoint.
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        if ConfigReader.from_directory(path).get("model_type") in CONFIG_MAPPING:
+            hint = "correct its config.json"
+        elif trust_remote_code:
+            hint = "look at its code, and at what that needs to be installed"
+        else:
+            hint = "--trust-remote-code lets a checkpoint bring its own code, if you trust it"
         raise ModelError(
-            f"{path}: neither a native target nor one that transformers can read: {reason}",
-            hint="look at its code, and at what that needs to be installed"
-            if trust_remote_code
-            else "--trust-remote-code lets a checkpoint bring its own code, if you trust it",
+            f"{path}: neither a native target nor one that transformers can read: {reason}", hint
         ) from error
 
 
@@ -85,6 +109,7 @@ def read_transformers_config(
     config = load_auto_config(path, trust_remote_code)
     architecture = _causal_class(reader, config, names, supported)
     _refuse_unsupported(reader, config)
+    _refuse_unknown_names(reader, config)
     max_positions = _positive(reader, config, "max_position_embeddings")
     hidden_size = _positive(reader, config, "hidden_size")
     num_heads = _positive(reader, config, "num_attention_heads")
@@ -210,3 +235,30 @@ def _refuse_unsupported(reader: ConfigReader, config: Any) -> None:
     others = sorted(set(layer_types) - set(_ATTENTION_LAYERS))
     if others:
         refuse(f'layers of type {", ".join(others)} ("layer_types") are')
+
+
+def _refuse_unknown_names(reader: ConfigReader, config: Any) -> None:
+    """Name an activation or a rope that no class of transformers could look up."""
+    from transformers.activations import ACT2FN
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    if not type(config).__module__.startswith("transformers."):
+        return  # code beside the checkpoint may know names of its own
+
+    def check(key: str, value: Any, known: list[str]) -> None:
+        if isinstance(value, str) and value not in known:
+            raise UnknownNameError(
+                f'{reader.source}: "{key}" must be one of {", ".join(known)}, got {value!r}',
+                hint="correct it if it is misspelt, or use a checkpoint of another family",
+            )
+
+    for key in _ACTIVATION_KEYS:
+        check(key, stated(config, key), sorted(ACT2FN))
+    ropes = stated(config, "rope_parameters")
+    key = "rope_scaling" if reader.get("rope_parameters") is None else "rope_parameters"
+    if isinstance(ropes, Mapping):
+        known = ["default", *ROPE_INIT_FUNCTIONS]
+        nested = {name: rope for name, rope in ropes.items() if isinstance(rope, Mapping)}
+        for name, rope in (nested or {"": ropes}).items():
+            where = f"{key}.{name}" if name else key
+            check(f"{where}.rope_type", rope.get("rope_type"), known)

@@ -8,8 +8,7 @@ loading compares it with its own eager attention.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +22,7 @@ from specgen.models.config import ModelConfig
 from specgen.models.dummy import fill_dummy
 from specgen.models.rotary import TABLE_MARGIN, build_cos_sin
 from specgen.models.transformers_attention import ATTENTION_NAME, PagedPass, register_attention
-from specgen.models.transformers_config import causal_class, load_auto_config
+from specgen.models.transformers_config import causal_class, load_auto_config, quiet
 from specgen.models.transformers_outline import Outline, does_not_run, outline_of
 from specgen.models.transformers_probe import (
     ProbeFacts,
@@ -70,7 +69,7 @@ def load_transformers_target(
     """
     register_attention()
     auto_config = load_auto_config(path, trust_remote_code)
-    with _quiet():
+    with quiet():
         if load_format == "dummy":
             model = _from_config(auto_config, device, dtype, trust_remote_code)
         else:
@@ -103,23 +102,6 @@ def _from_config(
         )
     fill_dummy({name: parameter.detach() for name, parameter in model.named_parameters()})
     return model
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep transformers' progress bars and reports out of our display: faults become errors."""
-    from transformers.utils import logging as transformers_logging
-
-    enabled = transformers_logging.is_progress_bar_enabled()
-    verbosity = transformers_logging.get_verbosity()
-    transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-        if enabled:
-            transformers_logging.enable_progress_bar()
 
 
 class _HiddenOutput:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -536,3 +537,46 @@ def test_code_beside_a_checkpoint_runs_if_it_is_trusted(
     target = load(path, aux_layers=tuple(range(8)), trust_remote_code=True)
     assert type(target.model).__name__ == "OddForCausalLM"
     check_against(target, sequences, expected)
+
+
+#: family, keys of the configuration with an unknown name in them, what is said.
+NAMES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "activation": ("llama", {"hidden_act": "relu6x"}, '"hidden_act" must be one of'),
+    "activation of another": ("gemma2", {"hidden_activation": "x"}, '"hidden_activation" must be'),
+    "rope": (
+        "llama",
+        {"rope_parameters": {"rope_type": "foo", "rope_theta": 1e4}},
+        '"rope_parameters.rope_type" must be one of default, linear',
+    ),
+    "rope, as it was written": (
+        "llama",
+        {"rope_parameters": None, "rope_scaling": {"type": "foo", "factor": 2.0}},
+        '"rope_scaling.rope_type" must be one of default, linear',
+    ),
+    "rope of a layer type": (
+        "gemma3",
+        {"rope_parameters": {"full_attention": {"rope_type": "foo", "rope_theta": 1e4}}},
+        '"rope_parameters.full_attention.rope_type" must be one of',
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_names_that_nobody_knows_are_named_with_those_that_are(
+    tmp_path: Path, kind: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    family, keys, part = NAMES[kind]
+    value = next(iter({"relu6x", "x", "foo"} & set(re.findall(r"\w+", json.dumps(keys)))))
+    path = make_target(tmp_path / "t", family)
+    edit_config(path, **keys)
+    capfd.readouterr()
+    refused(lambda: read_model_config(path), f"{path}/config.json: {part}", f"got {value!r}")
+    assert capfd.readouterr().err == "", "transformers' own remarks are not for users"
+
+
+def test_what_a_known_class_misses_in_its_configuration_is_no_matter_of_trust(
+    tmp_path: Path,
+) -> None:
+    path = make_target(tmp_path / "t", "gemma2")
+    edit_config(path, rope_parameters={"rope_type": "linear", "rope_theta": 1e4})
+    refused(lambda: load(path), "factor", "hint: correct its config.json")
