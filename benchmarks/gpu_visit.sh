@@ -33,8 +33,8 @@ for part in $parts; do
     kernels)  # the tests that a CPU runs in Triton's interpreter, compiled
       run_tests gpu_kernel_tests tests/kernels ;;
     profile)
-      timeout "$LIMIT" python3 -m benchmarks.profile_step --output-dir "$RESULTS" \
-        --name profile_step_h200 | tail -30 ;;
+      timeout "$LIMIT" python3 -m benchmarks.decode_profile --model built-in --rows 64 --k 3 \
+        --draft-sample gumbel --output-dir "$RESULTS" --name profile_step_h200 | tail -30 ;;
     experiment)  # long completions, since prompts are launched by the host; cells in turns, five rounds
       for temperature in 1.0 0.0; do
         timeout "$LIMIT" python3 -m benchmarks.draft_sample --k 3,7 --n 8 --max-tokens 128 --rounds 5 \
@@ -62,7 +62,7 @@ for part in $parts; do
       done ;;
     host)  # waits between steps, and the bandwidth of the kernels
       timeout "$LIMIT" python3 -m benchmarks.decode_profile --rows 1,64,256 --k 0,3 \
-        --output-dir "$RESULTS" --name decode_profile_late | tail -12
+        --output-dir "$RESULTS" --name decode_profile_h200 | tail -12
       timeout "$LIMIT" python3 -m benchmarks.kernel_bandwidth --output-dir "$RESULTS" | tail -30 ;;
     auto)  # the chosen draft length against every fixed one
       timeout "$LIMIT" python3 -m benchmarks.auto_length --model llama-3.1-8b \
