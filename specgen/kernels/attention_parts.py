@@ -84,15 +84,15 @@ def load_parts(
     return largest, total, acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_lines", "num_parts"])  # they change with the batch
 def _join_kernel(
     part_acc_ptr,
     part_max_ptr,
     part_sum_ptr,
     out_ptr,
     num_lines,
+    num_parts,
     HEAD_DIM: tl.constexpr,
-    NUM_PARTS: tl.constexpr,
     PARTS_PAD: tl.constexpr,
     BLOCK_L: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -102,8 +102,8 @@ def _join_kernel(
     line = tl.program_id(0).to(tl.int64) * BLOCK_L + tl.arange(0, BLOCK_L)  # of [B * Q * Hq]
     part = tl.arange(0, PARTS_PAD)
     d = tl.arange(0, BLOCK_D)
-    mask = (line < num_lines)[:, None] & (part < NUM_PARTS)[None, :]
-    part_rows = line[:, None] * NUM_PARTS + part[None, :]
+    mask = (line < num_lines)[:, None] & (part < num_parts)[None, :]
+    part_rows = line[:, None] * num_parts + part[None, :]
     part_sum = tl.load(part_sum_ptr + part_rows, mask=mask, other=0.0)
     part_max = tl.load(part_max_ptr + part_rows, mask=mask, other=float("-inf"))
     used = part_sum != 0  # NaN counts: a broken row must not look like an empty one
@@ -146,8 +146,8 @@ def join_parts(parts: Parts, out: Tensor, cut: JoinCut | None = None) -> None:
         parts.total,
         out,
         num_lines,
+        num_parts,
         HEAD_DIM=head_dim,
-        NUM_PARTS=num_parts,
         PARTS_PAD=triton.next_power_of_2(num_parts),
         BLOCK_L=cut.lines,
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),

@@ -102,12 +102,7 @@ def _attend(
 
 @triton.jit
 def _row_of_tile(
-    tile,
-    query_start_loc_ptr,
-    num_rows,
-    GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
+    tile, query_start_loc_ptr, num_rows, GROUP: tl.constexpr, BLOCK_M: tl.constexpr
 ):
     """The row that a tile belongs to, ``num_rows`` for padding tokens; its first query and the
     tile's number in it.
@@ -115,15 +110,18 @@ def _row_of_tile(
     Row r begins with tile ``lines before it // BLOCK_M + r``, which leaves it one tile more than it
     can need where it does not end with a whole one.
     """
-    rows = tl.arange(0, BLOCK_ROWS)
-    is_row = rows <= num_rows
-    starts = tl.load(query_start_loc_ptr + rows, mask=is_row, other=0) * GROUP // BLOCK_M + rows
-    row = tl.sum((is_row & (starts <= tile)).to(tl.int32), axis=0) - 1
+    row = num_rows * 0  # the last one that has begun, by bisection
+    last = num_rows
+    while row < last:
+        middle = (row + last + 1) // 2
+        has_begun = tl.load(query_start_loc_ptr + middle) * GROUP // BLOCK_M + middle <= tile
+        row = tl.where(has_begun, middle, row)
+        last = tl.where(has_begun, last, middle - 1)
     query_begin = tl.load(query_start_loc_ptr + row)
     return row, query_begin, tile - (query_begin * GROUP // BLOCK_M + row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "num_rows"])  # they change from pass to pass
 def _prefill_kernel(
     q_ptr,
     k_cache_ptr,
@@ -155,7 +153,6 @@ def _prefill_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
     WIDEN: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -164,9 +161,7 @@ def _prefill_kernel(
     kv_head = tl.program_id(0) % NUM_KV_HEADS
     # A row's last tiles see most keys: they come first, so that no long one is left to the end.
     tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // NUM_KV_HEADS
-    row, query_begin, tile = _row_of_tile(
-        tile, query_start_loc_ptr, num_rows, GROUP, BLOCK_M, BLOCK_ROWS
-    )
+    row, query_begin, tile = _row_of_tile(tile, query_start_loc_ptr, num_rows, GROUP, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
     d_mask = d < HEAD_DIM
 
@@ -372,7 +367,6 @@ def prefill_attention(
         BLOCK_M=cut.block_m,
         BLOCK_N=cut.block_n,
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
-        BLOCK_ROWS=triton.next_power_of_2(num_rows + 1),
         WIDEN=not q.is_cuda,
         num_warps=cut.num_warps,
         num_stages=cut.num_stages,

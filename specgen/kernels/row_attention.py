@@ -64,7 +64,7 @@ def _decode_kernel(
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
     NUM_SHARED: tl.constexpr,
     WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -79,6 +79,7 @@ def _decode_kernel(
     kv_head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
+    num_splits = tl.num_programs(2)
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
 
     slot = tl.load(slot_ids_ptr + row)
@@ -98,7 +99,7 @@ def _decode_kernel(
     q_offsets = q_rows[:, None] * HEAD_DIM + d[None, :]
     q_mask = m_mask[:, None] & d_mask[None, :]
     q = tl.load(q_ptr + q_offsets, mask=q_mask, other=0.0)
-    if NUM_SPLITS == 1 and NUM_SHARED > 0:  # go on from what was found in the shared blocks
+    if not IS_SPLIT and NUM_SHARED > 0:  # go on from what was found in the shared blocks
         running_max, running_sum, acc = load_parts(
             part_acc_ptr, part_max_ptr, part_sum_ptr, q_rows, m_mask, d, NUM_SHARED, HEAD_DIM
         )
@@ -116,10 +117,12 @@ def _decode_kernel(
     if NUM_SHARED > 0:  # another kernel attends to what the row shares
         member = tl.load(shared_members_ptr + slot) != 0
         oldest = tl.where(member, tl.load(shared_length_ptr), 0)
-    num_blocks = (tl.maximum(context - oldest, 0) + BLOCK_N - 1) // BLOCK_N
-    chunk = ((num_blocks + NUM_SPLITS - 1) // NUM_SPLITS) * BLOCK_N
-    begin = oldest + split * chunk
-    end = tl.minimum(begin + chunk, context)
+    begin, end = oldest, context
+    if IS_SPLIT:
+        num_blocks = tl.cdiv(tl.maximum(context - oldest, 0), BLOCK_N)
+        chunk = tl.cdiv(num_blocks, num_splits) * BLOCK_N
+        begin = oldest + split * chunk
+        end = tl.minimum(begin + chunk, context)
 
     table_ptr = block_tables_ptr + slot * table_stride
     k_base = k_cache_ptr + kv_head * k_head_stride
@@ -146,12 +149,12 @@ def _decode_kernel(
             scores, v, running_max, running_sum, acc, WIDEN
         )
 
-    if NUM_SPLITS == 1:
+    if not IS_SPLIT:
         divisor = tl.where(running_sum != 0, running_sum, 1.0)
         result = (acc / divisor[:, None]).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + q_offsets, result, mask=q_mask)
     else:
-        part_rows = q_rows * (NUM_SPLITS + NUM_SHARED) + split
+        part_rows = q_rows * (num_splits + NUM_SHARED) + split
         tl.store(part_max_ptr + part_rows, running_max, mask=m_mask)
         tl.store(part_sum_ptr + part_rows, running_sum, mask=m_mask)
         # An empty split stores nothing more: the join does not read what has no weight.
@@ -246,7 +249,7 @@ def attend_to_own(
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
-        NUM_SPLITS=cut.splits,
+        IS_SPLIT=cut.splits > 1,
         NUM_SHARED=num_shared,
         WINDOW=window,
         HAS_SOFTCAP=cap_log2 > 0,
