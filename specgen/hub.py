@@ -196,8 +196,13 @@ def _without_weights(name: str, revision: str | None) -> ModelError:
         f"{name}: no config.json with a weight file, neither on the hub nor in its cache "
         f"({constants.HF_HUB_CACHE})",
         f"looked for {_SAFETENSORS[0]} and {_PICKLES[0]}; if the hub cannot be reached, fetch it "
-        f"where it can: hf download {name}",
+        f"where it can: {_download(name, revision)}",
     )
+
+
+def _download(name: str, revision: str | None) -> str:
+    """The command that fetches a repository."""
+    return f"hf download {name}" + ("" if revision is None else f" --revision {revision}")
 
 
 def _explain(name: str, revision: str | None, error: Exception) -> ModelError:
@@ -226,7 +231,7 @@ def _explain(name: str, revision: str | None, error: Exception) -> ModelError:
         return ModelError(
             f"{what}: no such model directory, not complete in the hub's cache "
             f"({constants.HF_HUB_CACHE}), and {reason}",
-            f"fetch it where there is a network: hf download {name}",
+            f"fetch it where there is a network: {_download(name, revision)}",
         )
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return ModelError(

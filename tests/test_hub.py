@@ -135,6 +135,9 @@ def test_what_is_fetched_and_what_is_said(hub: FakeHub, tmp_path: Path) -> None:
     assert "odd.py" in trusted[1]
     # What is cached needs no network; the rest says so.
     offline = [["locate", "org/model"], ["locate", "org/bare"], ["headers", "org/bare", "1000"]]
+    of_revision = [["locate", "org/bare", "v2"]]
+    ((_, text),) = ask(hub, home, of_revision, HF_HUB_OFFLINE="1")
+    assert "hf download org/bare --revision v2" in text
     model_again, *absent = ask(hub, home, offline, HF_HUB_OFFLINE="1")
     assert model_again == model
     for path, text in absent:
