@@ -25,8 +25,14 @@ from specgen.models.safetensors_file import (
     read_tensor,
     refuse_pointer,
 )
+from specgen.wording import first_line
 
 __all__ = ["Checkpoint", "TensorInfo"]
+
+_NOT_FLAT = (
+    "weights are tensors by name, without anything around or beside them: of a checkpoint of "
+    "training, store the model's state dictionary alone"
+)
 
 
 @dataclass(frozen=True)
@@ -176,6 +182,8 @@ def _read_headers(file: Path) -> dict[str, TensorInfo]:
 def _load_pickle(file: Path) -> dict[str, torch.Tensor]:
     refuse_pointer(file)
     try:
+        if file.stat().st_size == 0:
+            raise EOFError("it is empty")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of how old a file is: nothing that a user can act on
             state = _unpickle(file)
@@ -185,19 +193,28 @@ def _load_pickle(file: Path) -> dict[str, torch.Tensor]:
             f"{_why_refused(error)}",
             hint="fetch it again, or convert it to safetensors on a machine that trusts it",
         ) from error
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # damaged bytes are opcodes too, and anything at all comes of them
         raise ModelError(
-            f"{file}: not a complete PyTorch file: {error}",
+            f"{file}: not a complete PyTorch file: {first_line(error)}",
             hint="the download was cut short or the file is damaged: fetch it again",
         ) from error
     if not isinstance(state, dict):
-        raise ModelError(f"{file}: holds a {type(state).__name__}, not a dictionary of tensors")
+        raise ModelError(
+            f"{file}: holds a {type(state).__name__}, not a dictionary of tensors", _NOT_FLAT
+        )
     for name, value in state.items():
         if not isinstance(name, str) or not isinstance(value, torch.Tensor):
-            raise ModelError(f'{file}: entry "{name}" is a {type(value).__name__}, not a tensor')
+            raise ModelError(
+                f'{file}: entry "{name}" is a {type(value).__name__}, not a tensor', _NOT_FLAT
+            )
         if value.is_meta or value.layout != torch.strided:
             kind = "without values" if value.is_meta else f"of layout {value.layout}"
-            raise ModelError(f'{file}: entry "{name}" is a tensor {kind}: not supported')
+            raise ModelError(
+                f'{file}: entry "{name}" is a tensor {kind}: not supported',
+                "store the values as plain tensors, in safetensors for instance",
+            )
     # Parameters were saved as such where somebody stored a model's own, not its state.
     return {name: value.detach() for name, value in state.items()}
 

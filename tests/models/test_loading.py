@@ -349,13 +349,28 @@ def test_a_pickle_that_runs_code_is_refused(
     assert not marker.exists()
 
 
-def test_a_pickle_of_something_else(copies: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [([1, 2], "a list"), ({"step": 3}, '"step" is a int'), ({"model": {}}, '"model" is a dict')],
+)
+def test_a_pickle_of_something_else(
+    copies: Callable[[str], Path], content: object, said: str
+) -> None:
     path = copies("target")
     save_state(path, {}, as_bin=True)
-    torch.save([1, 2], path / "pytorch_model.bin")
-    refused(lambda: load(path), "pytorch_model.bin", "list")
-    torch.save({"step": 3}, path / "pytorch_model.bin")
-    refused(lambda: load(path), "pytorch_model.bin", '"step"', "int")
+    torch.save(content, path / "pytorch_model.bin")
+    refused(lambda: load(path), "pytorch_model.bin", said, "state dictionary alone")
+
+
+@pytest.mark.parametrize("content", [b"", b"PK", b"\x80"])
+def test_what_is_no_pickle_says_why(copies: Callable[[str], Path], content: bytes) -> None:
+    path = copies("target")
+    save_state(path, {}, as_bin=True)
+    (path / "pytorch_model.bin").write_bytes(content)
+    with pytest.raises(ModelError, match=r"pytorch_model\.bin: .*: \w+") as caught:
+        load(path)
+    assert "fetch it again" in str(caught.value.hint)
+    assert content or "it is empty" in caught.value.message
 
 
 # Faults of tensors
