@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from specgen.config import EngineConfig, ResolvedConfig, refuse_idle_draft_settings
 from specgen.doctor_finding import Finding
 from specgen.doctor_target import config_facts, outline_facts, stored_head, target_facts
-from specgen.errors import EnvironmentProblem, RequestError, SpecgenError
+from specgen.errors import EnvironmentProblem, ModelError, RequestError, SpecgenError
 
 if TYPE_CHECKING:
     from specgen.models.config import DraftConfig, ModelConfig
@@ -221,24 +221,24 @@ def _template(tokenizer: Tokenizer) -> Finding:
 
 def _generation(config: ResolvedConfig, applied: str) -> Iterator[Finding]:
     """What the model's own defaults come to; `applied` is ``none`` where a run leaves them out."""
-    from specgen.resolve import generation_defaults, ignored_generation_keys
-    from specgen.sampling_params import SamplingParams
+    from specgen.resolve import eos_remark, generation_defaults, ignored_generation_keys
 
     def listed(values: dict[str, Any]) -> str:
         return ", ".join(f"{key}={value}" for key, value in values.items())
 
     ends = ", ".join(map(str, config.eos_token_ids)) or "none"
-    yield Finding("target", "end of sequence", ends)
+    remark = eos_remark(config)
+    if remark is None:
+        yield Finding("target", "end of sequence", ends)
+    else:
+        yield Finding("target", "end of sequence", f"{ends}; {remark}", "note", "correct it")
     if applied == "none":
         yield Finding("target", "sampling defaults", "left out: --generation-config none")
         return
     try:
         defaults = generation_defaults(config.model_dir)
-        SamplingParams(**defaults)
-    except (ValueError, SpecgenError) as error:
-        text = error.message if isinstance(error, SpecgenError) else str(error)
-        hint = "correct generation_config.json, or run with --generation-config none"
-        yield Finding("target", "sampling defaults", text, "problem", hint)
+    except ModelError as error:
+        yield Finding("target", "sampling defaults", error.message, "problem", error.hint)
         return
     if defaults:
         yield Finding("target", "sampling defaults", listed(defaults))
@@ -266,6 +266,7 @@ def _draft(
     findings = [Finding("draft", "directory", name)]
     findings += [Finding("draft", "recognised", head.notes[0])]
     findings += [Finding("draft", "remark", note, "note") for note in head.notes[1:]]
+    findings += [Finding("draft", "warning", text, "note") for text in head.warnings]
     findings += config_facts("draft", replace(head, stored=frozenset()))
     for tensor in ("embed_tokens", "lm_head"):
         owner = "its own" if tensor in head.stored else "shared with the target"

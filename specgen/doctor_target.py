@@ -123,7 +123,7 @@ def config_facts(
     """
     for field in fields(config):
         value = getattr(config, field.name)
-        if value in (None, (), [], {}, "", frozenset()) or field.name == "notes":
+        if value in (None, (), [], {}, "", frozenset()) or field.name in ("notes", "warnings"):
             continue
         if names is None or field.name in names:
             yield Finding(section, field.name, _worded(field.name, value))

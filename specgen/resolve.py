@@ -9,8 +9,10 @@ from typing import Any
 from specgen.config import EngineConfig, ResolvedConfig, parse_num_speculative_tokens
 from specgen.errors import EnvironmentProblem, ModelError, UsageError
 from specgen.hub import is_hub_id, locate
+from specgen.models.config import ModelConfig
 from specgen.models.config_reader import ConfigReader
 from specgen.models.registry import read_model_config
+from specgen.sampling_params import SamplingParams
 from specgen.synthetic import synthetic_rates
 
 _PAIR = Path(__file__).parent / "models" / "default"
@@ -19,6 +21,9 @@ BUILTIN_DRAFT = _PAIR / "draft"
 
 DEFAULT_NUM_SPECULATIVE_TOKENS = 3
 DEFAULT_LIMIT_OF_AUTO = 5
+_SAMPLING_HINT = "correct the file, or give --generation-config none: its sampling is left out then"
+# The flag is no way out here: end-of-sequence ids count whatever it says.
+_FILE_HINT = "correct the file, or remove it: config.json has end-of-sequence ids too"
 _DEFAULT_SEQS = {"cpu": 16, "cuda": 256}
 _DEFAULT_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
 
@@ -90,7 +95,7 @@ def resolve(config: EngineConfig, *, with_weights: bool = True) -> ResolvedConfi
         prefix_caching=config.prefix_caching,
         # A model that transformers runs may wait for the host anywhere: nothing to capture.
         cuda_graphs=config.cuda_graphs and device == "cuda" and model.backend == "native",
-        eos_token_ids=_eos_token_ids(model_dir, model.eos_token_ids),
+        eos_token_ids=_eos_token_ids(model_dir, model),
         vocab_size=model.vocab_size,
     )
 
@@ -108,24 +113,34 @@ def _draft_length(config: EngineConfig, device: str) -> tuple[bool, int]:
 
 
 def generation_defaults(model_dir: str | Path) -> dict[str, Any]:
-    """Sampling defaults of a checkpoint's ``generation_config.json``, by our own names, unchecked.
+    """Sampling defaults of a checkpoint's ``generation_config.json``, by our own names.
 
     Only what transformers itself would act on counts: without ``do_sample`` a checkpoint asks for
     greedy decoding only if it says so in words (``do_sample: false``).
 
     Raises:
-        ModelError: the file is no JSON object, or ``do_sample`` is neither true nor false.
+        ModelError: the file is no JSON object, ``do_sample`` is neither true nor false, or another
+            value is out of range.
     """
     file = Path(model_dir) / "generation_config.json"
     data = _read_json(file)
     out: dict[str, Any] = {}
-    if not ConfigReader(data, str(file)).flag("do_sample", True):
+    try:
+        greedy = not ConfigReader(data, str(file)).flag("do_sample", True)
+    except ModelError as error:
+        raise ModelError(error.message, _SAMPLING_HINT) from error
+    if greedy:
         out["temperature"] = 0.0
     for key in ("temperature", "top_p", "top_k"):
         if data.get(key) is not None:
             out.setdefault(key, data[key])
     if data.get("max_new_tokens") is not None:
         out["max_tokens"] = data["max_new_tokens"]
+    try:
+        SamplingParams.from_mapping(out)
+    except ValueError as error:
+        said = str(error).replace('"max_tokens"', '"max_new_tokens"')
+        raise ModelError(f"{file}: {said}", _SAMPLING_HINT) from error
     return out
 
 
@@ -246,20 +261,52 @@ def _dtype(asked: str, device: str, stored: str | None) -> str:
     return stored or "bfloat16"
 
 
-def _eos_token_ids(model_dir: str, from_config: tuple[int, ...]) -> tuple[int, ...]:
+def _eos_token_ids(model_dir: str, model: ModelConfig) -> tuple[int, ...]:
     """All end-of-sequence ids: the generation config's where it has any, else the config's."""
+    file, own = _own_eos_token_ids(model_dir)
+    ids = tuple(sorted(set(own or model.eos_token_ids)))
+    if ids and ids[0] >= model.vocab_size:
+        raise ModelError(
+            _beyond(file if own else file.with_name("config.json"), ids, model.vocab_size),
+            "correct it, or remove it: rows then end at their limits",
+        )
+    return ids
+
+
+def eos_remark(config: ResolvedConfig) -> str | None:
+    """What is to be said of end-of-sequence ids that the model cannot give; None without any."""
+    beyond = tuple(i for i in config.eos_token_ids if i >= config.vocab_size)
+    if not beyond:
+        return None
+    file, own = _own_eos_token_ids(config.model_dir)
+    return _beyond(file if own else file.with_name("config.json"), beyond, config.vocab_size)
+
+
+def _beyond(file: Path, ids: tuple[int, ...], vocab_size: int) -> str:
+    listed = ", ".join(map(str, ids))
+    return (
+        f'{file}: "eos_token_id" {listed}: no row can end so, the model has ids 0 to '
+        f"{vocab_size - 1}"
+    )
+
+
+def _own_eos_token_ids(model_dir: str) -> tuple[Path, tuple[int, ...]]:
+    """The generation config's file, and the ids in it."""
     file = Path(model_dir) / "generation_config.json"
-    own = ConfigReader(_read_json(file), str(file)).ids("eos_token_id")
-    return tuple(sorted(set(own or from_config)))
+    try:
+        return file, ConfigReader(_read_json(file), str(file)).ids("eos_token_id")
+    except ModelError as error:
+        raise ModelError(error.message, _FILE_HINT) from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+    """A JSON object, empty where there is no such file."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{path}: cannot be read as JSON: {error}") from error
+        raise ModelError(f"{path}: cannot be read as JSON: {error}", _FILE_HINT) from error
     if not isinstance(data, dict):
-        raise ModelError(f"{path}: must hold a JSON object, got {type(data).__name__}")
+        raise ModelError(f"{path}: must hold a JSON object, got {type(data).__name__}", _FILE_HINT)
     return data

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from specgen.config import EngineConfig
+from specgen.config import EngineConfig, ResolvedConfig
 from specgen.errors import EnvironmentProblem, ModelError, UsageError
-from specgen.resolve import generation_defaults, ignored_generation_keys, resolve
+from specgen.resolve import eos_remark, generation_defaults, ignored_generation_keys, resolve
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -99,7 +99,6 @@ def test_cuda_without_a_gpu_is_an_environment_problem(
         ({"do_sample": False, "temperature": 0.6}, {"temperature": 0.0}),
         ({"max_new_tokens": 50}, {"max_tokens": 50}),
         ({"top_k": None}, {}),
-        ({"top_k": True}, {"top_k": True}),  # for SamplingParams to refuse
         ({}, {}),
     ],
 )
@@ -186,6 +185,63 @@ def test_lengths_and_numbers_of_texts_that_are_not_applied(
 ) -> None:
     ignored = ignored_generation_keys(write_model(tmp_path, stored), 256)
     assert ignored == ({next(iter(stored)): next(iter(stored.values()))} if named else {})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("temperature", "hot"),
+        ("temperature", -1),
+        ("top_p", 0),
+        ("top_k", True),
+        ("max_new_tokens", 0),
+        ("do_sample", "maybe"),
+    ],
+)
+def test_sampling_out_of_range_names_file_field_value_and_a_way_out(
+    tmp_path: Path, key: str, value: Any
+) -> None:
+    model = write_model(tmp_path, {key: value})
+    with pytest.raises(ModelError) as refused:
+        generation_defaults(model)
+    assert refused.value.message.startswith(f'{tmp_path}/generation_config.json: "{key}" must be')
+    assert json.dumps(value) in refused.value.message.replace("'", '"').replace("True", "true")
+    assert "--generation-config none" in str(refused.value.hint)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"eos_token_id": "x"}'])
+def test_what_the_flag_none_cannot_leave_out_has_another_way_out(
+    tmp_path: Path, content: str
+) -> None:
+    """End-of-sequence ids count in any case."""
+    model = write_model(tmp_path)
+    (tmp_path / "generation_config.json").write_text(content)
+    for flag in ("auto", "none"):
+        with pytest.raises(ModelError) as refused:
+            resolve(EngineConfig(model=model, device="cpu", generation_config=flag))
+        assert f"{tmp_path}/generation_config.json" in refused.value.message
+        assert "remove it" in str(refused.value.hint)
+    (tmp_path / "generation_config.json").unlink()
+    resolve(EngineConfig(model=model, device="cpu"))
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+def test_eos_ids_beyond_the_vocabulary(tmp_path: Path, file: str) -> None:
+    model = write_model(tmp_path)
+    size = resolve(EngineConfig(model=model, device="cpu")).vocab_size
+
+    def resolved(*ids: int) -> ResolvedConfig:
+        path = tmp_path / file
+        values = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps({**values, "eos_token_id": ids}))
+        return resolve(EngineConfig(model=model, device="cpu"))
+
+    assert eos_remark(resolved(2, size - 1)) is None
+    remark = eos_remark(resolved(2, size))
+    assert remark is not None
+    assert remark.startswith(f'{tmp_path}/{file}: "eos_token_id" {size}: no row can end so')
+    with pytest.raises(ModelError, match=f'{file}: "eos_token_id" {size}, {size + 1}: no row can'):
+        resolved(size + 1, size)
 
 
 @pytest.mark.parametrize("value", ["false", 0, 1, [], {}])

@@ -203,6 +203,8 @@ def _drive(options: RunOptions, job: Job) -> None:
     if options.config.load_format == "dummy":
         job.display.warn("--load-format dummy: the weights are random, and so is the text")
     _warn_of_ignored(settings["generation_config_ignored"], job.display)
+    for warning in settings.get("model_warnings", ()):
+        job.display.warn(warning)
     _warn_of_template(settings, job.display)
     read = replace(options.read, sampling=sampling)
     if _are_files(options.inputs):
@@ -332,7 +334,8 @@ def _warn_of_ignored(keys: dict[str, Any], display: Display) -> None:
         listed = ", ".join(f"{key} {value}" for key, value in keys.items())
         display.warn(
             f"the model's generation_config.json asks for {listed}: not applied",
-            "--generation-config none ignores that file in whole",
+            "--generation-config none leaves all of its sampling out, and heeds its "
+            "end-of-sequence ids alone",
         )
 
 

@@ -155,7 +155,7 @@ def _check_output_flags(flags: dict[str, Any]) -> None:
 
 
 def sampling_of(given: dict[str, Any], model_defaults: dict[str, Any]) -> SamplingParams:
-    """Sampling flags over the defaults of a model.
+    """Sampling flags over the defaults of a model, which have been checked.
 
     Raises:
         UsageError: one of them is out of range.
@@ -163,13 +163,7 @@ def sampling_of(given: dict[str, Any], model_defaults: dict[str, Any]) -> Sampli
     from specgen.sampling_params import SamplingParams
 
     try:
-        defaults = SamplingParams.from_mapping(model_defaults)
-    except ValueError as error:
-        raise UsageError(
-            f"the model's generation_config.json: {error}", "give --generation-config none"
-        ) from error
-    try:
-        return SamplingParams.from_mapping(given, defaults)
+        return SamplingParams.from_mapping(given, SamplingParams.from_mapping(model_defaults))
     except ValueError as error:
         raise UsageError(_as_flags(str(error))) from error
 

@@ -83,6 +83,8 @@ class ModelConfig(BlockConfig):
     layer_windows: tuple[int, ...] = ()
     """Keys that a token of each layer sees at most, its own included; 0: all. Empty: 0 for all."""
     experts: ExpertsConfig | None = None
+    notes: tuple[str, ...] = ()
+    """What of the configuration has no effect, one sentence each."""
     backend: Literal["native", "transformers"] = "native"
     """Whose code runs the model."""
     backend_reason: str = ""
@@ -137,6 +139,8 @@ class DraftConfig(BlockConfig):
     stored: frozenset[str] = frozenset()
     notes: tuple[str, ...] = field(default=())
     """What was recognised or assumed, one sentence each, to be shown to the user."""
+    warnings: tuple[str, ...] = ()
+    """What speaks against the head, one sentence each."""
 
     @property
     def num_layers(self) -> int:
@@ -245,6 +249,7 @@ def parse_model_config(reader: ConfigReader, family: Family) -> ModelConfig:
         eos_token_ids=tokens("eos_token_id", family.default_eos_token_id),
         layer_windows=_parse_windows(reader, family, num_layers),
         experts=None if family.experts is None else _parse_experts(reader, family.experts),
+        notes=_ignored_windows(reader, family),
     )
 
 
@@ -291,6 +296,22 @@ def _parse_windows(reader: ConfigReader, family: Family, num_layers: int) -> tup
         )
     windows = tuple(window if kind == known[1] else 0 for kind in layer_types)
     return windows if any(windows) else ()
+
+
+def _ignored_windows(reader: ConfigReader, family: Family) -> tuple[str, ...]:
+    """A remark on keys of windows that a family without any does not look at."""
+    if family.has_sliding_window:
+        return ()
+    keys = [key for key in ("sliding_window", "layer_types") if _says_window(reader.get(key))]
+    return tuple(
+        f'"{key}" of config.json has no effect: every layer of {family.architecture} attends to '
+        "all keys, as in its forward in transformers"
+        for key in keys
+    )
+
+
+def _says_window(value: Any) -> bool:
+    return "sliding_attention" in value if isinstance(value, list) else bool(value)
 
 
 def _parse_experts(reader: ConfigReader, rules: ExpertRules) -> ExpertsConfig:

@@ -116,7 +116,7 @@ class Decoder(nn.Module):
         longest = max_model_len or config.max_position_embeddings
         num_positions = longest + TABLE_MARGIN
         note = rope_note(config.rope, longest)
-        self.notes: tuple[str, ...] = () if note is None else (note,)
+        self.notes: tuple[str, ...] = config.notes + (() if note is None else (note,))
         self.embed_weight = empty_parameter(
             config.vocab_size, config.hidden_size, device=device, dtype=dtype
         )

@@ -66,6 +66,7 @@ def parse_draft_layer(
         "position_limit": _position_limit(rope, max_positions),
         "rope": rope,
         "sliding_window": _sliding_window(reader, target),
+        "warnings": _warnings(source, target),
     }
 
 
@@ -87,6 +88,17 @@ def layer_notes(source: DraftSource, layer: dict[str, Any]) -> tuple[str, ...]:
     if layer["sliding_window"]:
         notes.append(f"the head attends to the last {layer['sliding_window']} tokens")
     return tuple(notes)
+
+
+def _warnings(source: DraftSource, target: ModelConfig) -> tuple[str, ...]:
+    """A head that names a target of another architecture; wrappers of one model count as one."""
+    made_for = source.made_for_architecture
+    if made_for is None or made_for.split("For")[0] == target.architecture.split("For")[0]:
+        return ()
+    return (
+        f"{source.reader.source}: the head says that it is for a {made_for}, the target is a "
+        f"{target.architecture}: a head of another target costs time and gains nothing",
+    )
 
 
 def _position_limit(rope: RopeConfig, max_positions: int) -> int | None:

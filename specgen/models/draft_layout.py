@@ -58,6 +58,8 @@ class DraftSource:
     """Stored tensors (official names) that the layout keeps and nothing reads."""
     made_for: str | None = None
     """The target that the checkpoint names as its own."""
+    made_for_architecture: str | None = None
+    """That target's architecture."""
 
     @property
     def defaults_are_known(self) -> bool:
@@ -108,6 +110,7 @@ def _speculators_eagle3(
         tensors=_official(tensors, renamed),
         renamed=renamed,
         made_for=_verifier(reader),
+        made_for_architecture=_verifier_architecture(reader),
     )
 
 
@@ -131,11 +134,18 @@ def _speculators_eagle1(
         tensors=_official(tensors, renamed),
         renamed=renamed,
         made_for=_verifier(reader),
+        made_for_architecture=_verifier_architecture(reader),
     )
 
 
 def _verifier(reader: ConfigReader) -> str | None:
     name = reader.section("speculators_config").section("verifier").get("name_or_path")
+    return name if isinstance(name, str) and name else None
+
+
+def _verifier_architecture(reader: ConfigReader) -> str | None:
+    names = reader.section("speculators_config").section("verifier").get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
     return name if isinstance(name, str) and name else None
 
 

@@ -99,6 +99,11 @@ def read_transformers_config(
     """
     architectures = reader.get("architectures")
     names = architectures if isinstance(architectures, list) else [architectures]
+    if architectures is None and reader.get("model_type") is None:
+        raise ModelError(
+            f'{reader.source}: neither "architectures" nor "model_type" says what model it is',
+            hint=f"native targets: {supported}",
+        )
     if reader.get("model_type") is None:
         raise ModelError(
             f'{reader.source}: "architectures" names {names}, which is not supported as a target, '
@@ -190,8 +195,9 @@ def _causal_class(reader: ConfigReader, config: Any, names: list[Any], supported
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     hint = f"native targets: {supported}; others must be causal decoders of transformers"
     if model_class is None:
+        named = "" if names == [None] else f" ({names})"
         raise ModelError(
-            f"{reader.source}: model_type {config.model_type!r} ({names}) is not a causal decoder: "
+            f"{reader.source}: model_type {config.model_type!r}{named} is not a causal decoder: "
             "not supported as a target",
             hint=hint,
         )

@@ -36,6 +36,7 @@ from specgen.pipeline.scheduler import Scheduler
 from specgen.pipeline.shared_prefix import SharedRows
 from specgen.pipeline.step_record import record_width
 from specgen.pipeline.tokenization import NoTokenizer, Tokenizer
+from specgen.resolve import eos_remark
 
 _MIN_PREFILL_TOKENS = {"cpu": 256, "cuda": 1024}
 # A CPU is host and device at once: there is nothing to hide.
@@ -90,6 +91,12 @@ class Pipeline:
         if self.config.device == "cuda":
             torch.cuda.empty_cache()
 
+    def warnings(self) -> list[str]:
+        """What is odd in the models' files, though they run; one sentence each."""
+        remark = eos_remark(self.config)
+        of_draft = () if self.draft_config is None else self.draft_config.warnings
+        return [*([] if remark is None else [remark]), *of_draft]
+
     def describe(self) -> dict[str, Any]:
         """Effective settings, JSON-ready."""
         return {
@@ -107,6 +114,7 @@ class Pipeline:
             "target_notes": list(self.target.notes),
             "draft_layout": None if self.draft_config is None else self.draft_config.layout,
             "draft_notes": [] if self.draft_config is None else list(self.draft_config.notes),
+            "model_warnings": self.warnings(),
         }
 
 

@@ -332,12 +332,81 @@ def test_what_a_model_asks_in_vain_is_said_and_kept(case: Path) -> None:
     assert result.exit_code == 0
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("warning: ")]
     assert "repetition_penalty 1.05: not applied" in line
+    assert "end-of-sequence ids alone" in result.stderr, "what the flag leaves of the file"
     settings = json.loads(Path("out.meta.json").read_text())["settings"]
     assert settings["generation_config_ignored"] == {"repetition_penalty": 1.05}
     assert settings["sampling"]["temperature"] == 0.5
     assert settings["eos_token_ids"] == [2, 9]
     result = run("text-eagle3", "--generation-config", "none", "--overwrite")
     assert "repetition_penalty" not in result.stderr.replace('"repetition_penalty"', "")
+    settings = json.loads(Path("out.meta.json").read_text())["settings"]
+    assert settings["sampling"]["temperature"] == 1.0
+    assert settings["eos_token_ids"] == [2, 9]
+
+
+def spoil_sampling(case: Path) -> None:
+    (case / "text" / "generation_config.json").write_text('{"temperature": "hot"}')
+
+
+def spoil_choice(case: Path) -> None:
+    (case / "text" / "generation_config.json").write_text('{"do_sample": "maybe"}')
+
+
+def spoil_eos(case: Path) -> None:
+    (case / "text" / "generation_config.json").write_text('{"eos_token_id": [5000]}')
+
+
+@pytest.mark.parametrize("spoil", [spoil_sampling, spoil_choice, spoil_eos])
+def test_run_and_doctor_refuse_a_value_in_the_same_words(
+    case: Path, spoil: Callable[[Path], None]
+) -> None:
+    spoil(case)
+    before = sorted(os.listdir())
+    result = run()
+    refused(before, result, "config.json: ", "hint: correct")
+    message, hint = result.stderr.splitlines()[-2:]
+    looked = CliRunner().invoke(cli, ["doctor", "--model", "text", "--device", "cpu"])
+    assert looked.exit_code == 5
+    assert message.removeprefix("error: ") in looked.stdout
+    assert hint in looked.stdout
+
+
+def add_eos(case: Path) -> None:
+    (case / "text" / "generation_config.json").write_text('{"eos_token_id": [2, 5000]}')
+
+
+def name_another_verifier(case: Path) -> None:
+    verifier = {"name_or_path": "org/other", "architectures": ["Qwen3ForCausalLM"]}
+    layouts.to_speculators(case / "text-eagle3")
+    edit_config(case / "text-eagle3", speculators_config={"verifier": verifier})
+
+
+def add_window(case: Path) -> None:
+    edit_config(case / "text", sliding_window=16)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said", "is_warning"),
+    [
+        (add_eos, '"eos_token_id" 5000: no row can end so', True),
+        (name_another_verifier, "for a Qwen3ForCausalLM, the target is a LlamaForCausalLM", True),
+        (add_window, '"sliding_window" of config.json has no effect', False),
+    ],
+)
+def test_what_is_odd_and_can_run_is_said_by_run_and_doctor(
+    case: Path, spoil: Callable[[Path], None], said: str, is_warning: bool
+) -> None:
+    spoil(case)
+    result = run("text-eagle3", "--progress", "plain")
+    assert result.exit_code == 0, result.stderr
+    assert said in json.dumps(json.loads(Path("out.meta.json").read_text())).replace('\\"', '"')
+    (line, *others) = [line for line in result.stderr.splitlines() if said in line]
+    assert any(text.startswith("warning: ") for text in (line, *others)) == is_warning
+    args = ["doctor", "--model", "text", "--draft-model", "text-eagle3", "--device", "cpu"]
+    looked = CliRunner().invoke(cli, args)
+    assert looked.exit_code == 0, looked.stdout
+    (line,) = [line for line in looked.stdout.splitlines() if said in line]
+    assert line.split()[0] == "note"
 
 
 @pytest.mark.parametrize("how", ["template", "text", "plain"])

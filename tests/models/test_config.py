@@ -86,6 +86,25 @@ def test_tokens_that_are_null_are_none() -> None:
     assert (config.bos_token_id, config.eos_token_ids) == (None, ())
 
 
+@pytest.mark.parametrize(
+    ("data", "keys", "named"),
+    [
+        (LLAMA, {"sliding_window": 16}, ["sliding_window"]),
+        (LLAMA, {"layer_types": ["sliding_attention"] * 4}, ["layer_types"]),
+        (LLAMA, {"sliding_window": None, "layer_types": ["full_attention"] * 4}, []),
+        (MISTRAL, {"sliding_window": 16}, []),
+        (QWEN3, {"sliding_window": 16, "use_sliding_window": False}, []),  # the switch says so
+    ],
+)
+def test_windows_that_a_family_does_not_have_are_said_to_be_ignored(
+    data: dict[str, Any], keys: dict[str, Any], named: list[str]
+) -> None:
+    notes = parse(data | keys).notes
+    assert len(notes) == len(named)
+    for note, key in zip(notes, named, strict=True):
+        assert note.startswith(f'"{key}" of config.json has no effect')
+
+
 def test_model_type_stands_in_for_architectures() -> None:
     data = {key: value for key, value in LLAMA.items() if key != "architectures"}
     assert parse(data, model_type="qwen3", num_key_value_heads=2).qk_norm

@@ -58,6 +58,37 @@ def tensors(names: Iterable[str], **shapes: tuple[int, ...]) -> dict[str, Tensor
     return {name: TensorInfo(file, shape, torch.float32) for name, shape in all_shapes.items()}
 
 
+@pytest.mark.parametrize(
+    ("made_for", "own", "warned"),
+    [
+        (["Qwen3ForCausalLM"], "LlamaForCausalLM", True),
+        (["LlamaForCausalLM"], "LlamaForCausalLM", False),
+        (["Gemma3ForConditionalGeneration"], "Gemma3ForCausalLM", False),
+        (["Qwen3MoeForCausalLM"], "Qwen3ForCausalLM", True),
+        ([], "LlamaForCausalLM", False),
+        (None, "LlamaForCausalLM", False),
+    ],
+)
+def test_a_head_that_names_a_target_of_another_architecture_is_warned_of(
+    made_for: list[str] | None, own: str, warned: bool
+) -> None:
+    verifier = {"name_or_path": "org/target", "architectures": made_for}
+    nested: dict[str, Any] = {
+        "speculators_model_type": "eagle3",
+        "speculators_config": {"verifier": verifier},
+        "transformer_layer_config": HEAD,
+        "norm_before_residual": False,
+    }
+    reader = ConfigReader(nested, "head/config.json")
+    source = recognise_draft(reader, tensors(("layers.0.self_attn.q_proj.weight",)))
+    config = parse_eagle3_config(source, target(architecture=own), DraftOverrides())
+    assert bool(config.warnings) == warned
+    if warned:
+        assert made_for is not None
+        for part in ("head/config.json", made_for[0], own):
+            assert part in config.warnings[0]
+
+
 EAGLE1_NAMES = ("fc.weight", "fc.bias", "layers.0.self_attn.q_proj.weight")
 EAGLE3_NAMES = ("d2t", "lm_head.weight", "midlayer.hidden_norm.weight", "norm.weight")
 

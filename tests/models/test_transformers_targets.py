@@ -266,6 +266,9 @@ def test_refused_configurations_without_a_class(tmp_path: Path) -> None:
     refused(lambda: read_model_config(tmp_path), "nobodys", "transformers", "--trust-remote-code")
     write(architectures=["NobodysForCausalLM"])
     refused(lambda: read_model_config(tmp_path), "NobodysForCausalLM", "model_type", "Qwen3")
+    for data in ({}, {"architectures": None, "model_type": None}):
+        write(**data)
+        refused(lambda: read_model_config(tmp_path), 'neither "architectures" nor "model_type"')
     write(architectures=["LlamaForSequenceClassification"], model_type="llama")
     refused(lambda: read_model_config(tmp_path), "SequenceClassification", "LlamaForCausalLM")
     quantised = {"quant_method": "bitsandbytes", "load_in_4bit": True}
@@ -296,6 +299,14 @@ def test_every_family_of_transformers_is_described_or_refused(tmp_path: Path) ->
     assert min(len(described), len(errors)) > 40
     sizes = [(c.num_kv_heads, c.head_dim, c.intermediate_size) for c in described]
     assert all(type(size) is int and size > 0 for three in sizes for size in three)
+
+
+@pytest.mark.parametrize("model_type", ["vit", "t5", "mamba", "gpt_oss"])
+def test_what_is_not_named_is_not_said_to_be_named(tmp_path: Path, model_type: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    with pytest.raises(ModelError) as caught:
+        read_model_config(tmp_path)
+    assert "None" not in str(caught.value)
 
 
 def test_multimodal_checkpoints_are_refused(tmp_path: Path) -> None:
