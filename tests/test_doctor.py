@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import json
 import re
 import shutil
@@ -760,6 +761,25 @@ def test_a_flag_that_lets_a_run_begin_mends_what_doctor_says(
     assert text in looked.stdout
     ran = CliRunner().invoke(cli, ["run", str(tmp_path / "in.jsonl"), *models, *flags])
     assert ran.exit_code == 0, ran.stderr
+
+
+def test_what_a_process_is_set_to_is_set_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever comes of the look, garbage is collected behind it as before."""
+    seen = []
+
+    def broken(*_: Any) -> Any:
+        seen.append(gc.isenabled())
+        raise RuntimeError
+
+    monkeypatch.setattr(doctor, "examine", broken)
+    for is_enabled in (True, False):
+        (gc.enable if is_enabled else gc.disable)()
+        try:
+            assert CliRunner().invoke(cli, ["doctor"]).exit_code == 1
+            assert gc.isenabled() == is_enabled
+        finally:
+            gc.enable()
+    assert seen == [False, False]
 
 
 def test_no_draft_looks_at_no_draft() -> None:
