@@ -779,6 +779,7 @@ def test_what_a_process_is_set_to_is_set_again(monkeypatch: pytest.MonkeyPatch) 
             assert gc.isenabled() == is_enabled
         finally:
             gc.enable()
+            gc.unfreeze()
     assert seen == [False, False]
 
 
