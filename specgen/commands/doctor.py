@@ -36,10 +36,10 @@ def _lengths(
 
 @contextmanager
 def _no_collections() -> Iterator[None]:
-    """Look for no cycles of garbage, nor at the end of the process among all that stands now.
+    """Look for no cycles of garbage, nor at the end of the process among what stands now.
 
-    Imports leave hundreds of thousands of objects and hardly any garbage; to look through them takes
-    a third of this command's time.
+    Imports leave hundreds of thousands of objects and hardly any garbage; to look through them
+    takes a third of this command's time.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -50,7 +50,8 @@ def load_auto_config(path: str | Path, trust_remote_code: bool) -> Any:
     except Exception as error:
         # Anything at all may come out of a configuration class, or of code beside the checkpoint.
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        if ConfigReader.from_directory(path).get("model_type") in CONFIG_MAPPING:
+        model_type = ConfigReader.from_directory(path).get("model_type")
+        if isinstance(model_type, str) and model_type in CONFIG_MAPPING:
             hint = "correct its config.json"
         elif trust_remote_code:
             hint = "look at its code, and at what that needs to be installed"
