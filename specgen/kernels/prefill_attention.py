@@ -101,9 +101,7 @@ def _attend(
 
 
 @triton.jit
-def _row_of_tile(
-    tile, query_start_loc_ptr, num_rows, GROUP: tl.constexpr, BLOCK_M: tl.constexpr
-):
+def _row_of_tile(tile, query_start_loc_ptr, num_rows, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
     """The row that a tile belongs to, ``num_rows`` for padding tokens; its first query and the
     tile's number in it.
 
