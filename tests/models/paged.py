@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -23,14 +22,7 @@ class Cached(Protocol):
 
 def at_last_pairs(metadata: AttentionMetadata, last_idx: torch.Tensor) -> AttentionMetadata:
     """Of all pairs that are written, the last one of each row attends."""
-    return replace(
-        metadata,
-        query_idx=last_idx,
-        first_positions=metadata.positions[last_idx],
-        query_len=1,
-        max_query_len=1,
-        query_start_loc=None,
-    )
+    return metadata.of_last_tokens(last_idx, metadata.positions[last_idx])
 
 
 class Paged:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from models.paged import Paged
+from models.paged import Paged, at_last_pairs
 from models.passes import (
     Expected,
     check_against,
@@ -205,6 +205,47 @@ def test_aux_layers_are_concatenated_in_ascending_order(
     assert torch.equal(results[1][1], torch.cat([chunks[b] for b in aux_layers], dim=-1))
     assert results[2][1] is None
     assert torch.equal(results[2][0], results[0][0])
+
+
+@pytest.mark.parametrize("aux_layers", [(), (2, 4), (1, 7)])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3_moe", "gemma2"])
+def test_last_tokens_alone_have_the_states_that_they_have_among_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, aux_layers: tuple[int, ...]
+) -> None:
+    """And the same entries of all tokens are in the cache; what is behind them has fewer rows."""
+    window = {"sliding_window": 5} if family == "mistral" else {}
+    path = make_target(tmp_path / "t", family, num_hidden_layers=7, **window)
+    target = load_target(path, device="cpu", kernels=KERNELS, aux_layers=aux_layers)
+    num_rows: list[int] = []
+    if isinstance(target, Decoder):
+        norm = target.layers[-1].post_attention_norm
+        add = norm.add
+
+        def counted(x: torch.Tensor, residual: torch.Tensor) -> Any:
+            num_rows.append(residual.shape[0])
+            return add(x, residual)
+
+        monkeypatch.setattr(norm, "add", counted)
+    ids = torch.arange(4, 31, dtype=torch.int32)
+    last_idx = torch.tensor([8, 9, 26])
+    results, caches = [], []
+    for is_cut in (False, True):
+        paged = Paged(target, 3, 20)
+        metadata = paged.prefill([(1, 0, 9), (0, 0, 1), (2, 0, 17)])
+        last = at_last_pairs(metadata, last_idx) if is_cut else None
+        with torch.inference_mode():
+            results.append(target.forward(ids, metadata, paged.caches, last))
+        caches.append(paged.caches)
+    (every, every_aux), (some, some_aux) = results
+    assert some.shape[0] == len(last_idx)
+    torch.testing.assert_close(some, every[last_idx], rtol=1e-5, atol=1e-5)
+    assert (every_aux is None) == (some_aux is None) == (not aux_layers)
+    if every_aux is not None and some_aux is not None:
+        torch.testing.assert_close(some_aux, every_aux)
+    for entries, others in zip(*caches, strict=True):
+        torch.testing.assert_close(entries, others)
+    if num_rows:
+        assert num_rows == [27, 27 if 7 in aux_layers else 3]
 
 
 def test_every_parameter_has_exactly_one_source(checkpoint: Path) -> None:
