@@ -453,6 +453,30 @@ def test_a_partial_that_goes_away_while_it_is_written_costs_no_row(
         assert not Path("out.partial.meta.json").exists()
 
 
+@pytest.mark.parametrize("how", ["stopped", "crash", "quiet"])
+def test_rows_that_are_lost_when_the_folder_goes_away_are_no_ordinary_stop(
+    invoke: Invoke, engine: Engine, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    Path("d").mkdir()
+    finish, num = engine._finish, 0
+
+    def finish_and_move(row: Any) -> Any:
+        nonlocal num
+        num += 1
+        if num == 20:
+            Path("d").rename("elsewhere")
+        if num == 27:
+            raise RuntimeError("the engine broke") if how == "crash" else StopRun(signal.SIGTERM)
+        return finish(row)
+
+    monkeypatch.setattr(engine, "_finish", finish_and_move)
+    result = invoke("-o", "d/out", *(["--quiet"] if how == "quiet" else []))
+    assert result.exit_code == 6
+    lost = f"error: {Path('d/out.partial').resolve()}: cannot be written: No such file or directory"
+    assert f"{lost}: 26 finished rows of it are not kept\nhint: " in result.stderr
+    assert len(rows("elsewhere/out.partial")) == 26
+
+
 def test_an_input_that_loses_lines_while_it_is_read_is_no_complete_one(
     invoke: Invoke, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -471,28 +471,38 @@ class FileWriter:
             os.fsync(out.fileno())
 
     def abort(self) -> str | None:
-        """Keep `OUT.partial`, unless it holds nothing."""
+        """Keep `OUT.partial`, unless it holds nothing.
+
+        Raises:
+            OutputError: it has lost its name, and its rows cannot be put back.
+        """
         if self._fd < 0:  # it is complete
             return None
         self._end_sync()
         kept: str | None = str(self._partial)
-        with contextlib.suppress(OSError):
-            if self._size:
-                os.fsync(self._fd)
-                if not self._is_in_place():
-                    kept = self._put_back()
-                elif not self._partial_meta.exists():
-                    self._note_settings()
-            else:
-                kept = None
-                if self._is_in_place():
-                    os.unlink(self._partial)
-                    os.unlink(self._partial_meta)
-        self._close()
+        try:
+            with contextlib.suppress(OSError):
+                if self._size:
+                    os.fsync(self._fd)
+                    if not self._is_in_place():
+                        kept = self._put_back()
+                    elif not self._partial_meta.exists():
+                        self._note_settings()
+                else:
+                    kept = None
+                    if self._is_in_place():
+                        os.unlink(self._partial)
+                        os.unlink(self._partial_meta)
+        finally:
+            self._close()
         return kept
 
-    def _put_back(self) -> str | None:
-        """Copy the rows out of a file that has lost its name; returns where they are now."""
+    def _put_back(self) -> str:
+        """Copy the rows out of a file that has lost its name; returns where they are now.
+
+        Raises:
+            OutputError: there is no place for them any more.
+        """
         kept = self._partial
         if kept.exists():  # that of another run
             kept = beside(self._target, ".rescued")
@@ -506,8 +516,12 @@ class FileWriter:
             if kept == self._partial:
                 self._note_settings()
         except OSError as error:
-            self._notify(f"{kept}: cannot be written: {error.strerror}")
-            return None
+            rows = counted(self.num_rows, "finished row")
+            raise OutputError(
+                f"{kept}: cannot be written: {error.strerror}: {rows} of it are not kept",
+                "its folder was moved or removed during the run: where it was moved, the rows are "
+                "in the file of that name there",
+            ) from error
         self._notify(f"{self._partial} was removed or replaced while it was written")
         return str(kept)
 
