@@ -4,7 +4,7 @@ One row is a matrix-vector product: a program sums a few output columns over chu
 ``_MOST_ROWS`` rows, a program keeps all rows for a tile of output columns in the accumulators of
 matrix instructions and streams its weights past them. Where tiles are too few to fill a GPU, K is
 cut into parts. Every sum has one fixed order, so that a result does not depend on timing. More rows
-than that, and float32, go to the vendor's library.
+than that, and float32, go to the vendor's library, which is asked for parts as well.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ from specgen.kernels.products import dot
 _MOST_ROWS = 64
 _FEWEST_WEIGHTS = 1 << 22  # less than that has not been measured
 _MANY_COLUMNS = 16384
+# With so many tiles of the library or fewer, most multiprocessors of a large GPU wait for a few.
+_TILE, _FEW_TILES = 128, 64
+_LIBRARY_PARTS = 2
 
 
 class Plan(NamedTuple):
@@ -204,9 +207,46 @@ def linear_parts(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
         `[T, N]` in the dtype of x, or float32 `[P, T, N]`, P parts that add up to it.
     """
     plan = choose_plan(x, weight, gated=False, in_parts=True)
-    if plan is None:
-        return functional.linear(x, weight, bias)
-    return multiply(x, weight, bias, plan, gated=False)
+    if plan is not None:
+        return multiply(x, weight, bias, plan, gated=False)
+    if bias is None and _pays_in_parts(x, weight):
+        return multiply_halves(x, weight)
+    return functional.linear(x, weight, bias)
+
+
+def _pays_in_parts(x: Tensor, weight: Tensor) -> bool:
+    """Whether the library is faster with two halves of K, which it leaves to the norm to add.
+
+    Left to itself it cuts K too, and adds the parts with a kernel of its own, or leaves most of a
+    GPU idle. Measured as the rules of `choose_plan` are.
+    """
+    num_rows, inner = x.shape
+    width = weight.shape[0]
+    if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16) or num_rows <= _MOST_ROWS:
+        return False
+    if (
+        width * inner < _FEWEST_WEIGHTS
+        or inner % (8 * _LIBRARY_PARTS)
+        or not _is_measured(x.device)
+    ):
+        return False
+    num_tiles: int = triton.cdiv(width, _TILE) * triton.cdiv(num_rows, _TILE)
+    return num_tiles <= _FEW_TILES
+
+
+def multiply_halves(x: Tensor, weight: Tensor) -> Tensor:
+    """A product in two parts by the library, on a GPU.
+
+    Args:
+        x: `[T, K]`, K even.
+        weight: `[N, K]`.
+
+    Returns:
+        float32 `[2, T, N]`, the sums over either half of K.
+    """
+    halves = x.unflatten(1, (_LIBRARY_PARTS, -1)).transpose(0, 1)
+    weights = weight.unflatten(1, (_LIBRARY_PARTS, -1)).permute(1, 2, 0)
+    return torch.bmm(halves, weights, out_dtype=torch.float32)
 
 
 def linear_silu_mul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

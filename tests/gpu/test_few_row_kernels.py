@@ -42,7 +42,7 @@ def bf16(*shape: int, scale: float = 1.0) -> torch.Tensor:
     return torch.randn(*shape, device=DEVICE, dtype=torch.bfloat16) * scale
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 8, 16, 17, 32, 33, 64, 65])
+@pytest.mark.parametrize("num_rows", [1, 2, 8, 16, 17, 32, 33, 64, 65, 200, 256, 257])
 @pytest.mark.parametrize(
     ("width", "inner"), [(6144, HIDDEN), (HIDDEN, INNER), (32000, HIDDEN), (20008, 4104)]
 )
@@ -82,7 +82,7 @@ def layers(kernels: Kernels, x: torch.Tensor, weights: list[torch.Tensor]) -> to
     return kernels.norm.rms_norm_residual(out, stream, norm, 1e-5)[1]
 
 
-@pytest.mark.parametrize("num_rows", [1, 8, 64])
+@pytest.mark.parametrize("num_rows", [1, 8, 64, 192])
 def test_kernels_that_overlap_read_nothing_too_early(
     kernels: Kernels, num_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
