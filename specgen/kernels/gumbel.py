@@ -32,6 +32,9 @@ def _sample_blocks_kernel(
     sample_ptr,
     thresholds_ptr,
     target_ids_ptr,
+    slot_ids_ptr,
+    kept_ptr,
+    kept_stride,
     max_ptr,
     score_ptr,
     token_ptr,
@@ -41,6 +44,7 @@ def _sample_blocks_kernel(
     SAMPLE: tl.constexpr,
     HAS_THRESHOLDS: tl.constexpr,
     HAS_IDS: tl.constexpr,
+    KEEPS_LOGITS: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -55,7 +59,12 @@ def _sample_blocks_kernel(
     start = block * BLOCK
     offs = start + tl.arange(0, BLOCK)
     row_ptr = logits_ptr + b.to(tl.int64) * stride_b + q.to(tl.int64) * stride_q
-    x = tl.load(row_ptr + offs, mask=offs < V, other=float("-inf")).to(tl.float32)
+    stored = tl.load(row_ptr + offs, mask=offs < V, other=float("-inf"))
+    if KEEPS_LOGITS:
+        slot = tl.load(slot_ids_ptr + b)
+        keep_ptr = kept_ptr + slot.to(tl.int64) * kept_stride
+        tl.store(keep_ptr + offs, stored, mask=(offs < V) & (slot >= 0))
+    x = stored.to(tl.float32)
     invalid = (x != x) | (x == float("inf"))
     num_invalid = tl.sum(invalid.to(tl.int32), axis=0)
     x = tl.where(invalid, float("-inf"), x)
@@ -144,10 +153,23 @@ def gumbel_sample(
     block_index: int,
     thresholds: Tensor | None,
     target_ids: Tensor | None,
+    slot_ids: Tensor | None = None,
+    kept_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Draw one token a row from ``softmax(logits / temperature)``; see the twin for shapes."""
     c2 = stream | (block_index << 8)
-    return _launch(logits, temperature, seeds, positions, sample_index, c2, thresholds, target_ids)
+    return _launch(
+        logits,
+        temperature,
+        seeds,
+        positions,
+        sample_index,
+        c2,
+        thresholds,
+        target_ids,
+        slot_ids,
+        kept_logits,
+    )
 
 
 def _launch(
@@ -159,11 +181,17 @@ def _launch(
     c2: int,
     thresholds: Tensor | None,
     target_ids: Tensor | None,
+    slot_ids: Tensor | None = None,
+    kept_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     batch, num_queries, vocab_size = logits.shape
     device = logits.device
     if logits.stride(-1) != 1:
         logits = logits.contiguous()
+    if kept_logits is not None:
+        assert num_queries == 1, "one draft a row"
+        assert kept_logits.stride(-1) == 1, kept_logits.stride()
+        assert kept_logits.dtype == logits.dtype, "what is sampled is what is kept"
     num_rows = batch * num_queries
     tokens = torch.empty((batch, num_queries), dtype=torch.int32, device=device)
     ok = torch.empty((batch, num_queries), dtype=torch.int8, device=device)
@@ -187,6 +215,9 @@ def _launch(
         _contiguous(sample_index),
         thresholds,
         target_ids,
+        slot_ids,
+        kept_logits,
+        0 if kept_logits is None else kept_logits.stride(0),
         block_max,
         block_score,
         block_token,
@@ -196,6 +227,7 @@ def _launch(
         SAMPLE=sample,
         HAS_THRESHOLDS=thresholds is not None,
         HAS_IDS=target_ids is not None,
+        KEEPS_LOGITS=kept_logits is not None,
         BLOCK=_BLOCK,
         **overlap_options(logits),
     )

@@ -258,8 +258,6 @@ class Drafter:
         state, gumbel = self._state, self._kernels.gumbel
         if self._sampled:
             assert state.draft_logits is not None, "sampled drafts keep their logits"
-            # q is the distribution that is sampled: sample from the values that are stored.
-            state.draft_logits[state.rows(slot_ids), j] = logits
             tokens, ok = gumbel.gumbel_sample(
                 logits[:, None, :],
                 sampling.temperature,
@@ -270,6 +268,8 @@ class Drafter:
                 j,
                 None,
                 self._model.target_ids,
+                slot_ids,
+                state.draft_logits[:, j],  # q is what was sampled
             )
         else:
             tokens, ok = gumbel.greedy_sample(

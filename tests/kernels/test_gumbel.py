@@ -172,6 +172,44 @@ def test_triton_equals_twin(
     assert torch.equal(ours[1], twin[1])
 
 
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab_size", [7, 1029, 2500])
+def test_what_is_sampled_is_kept_where_the_row_lives(
+    module: ModuleType, dtype: torch.dtype, vocab_size: int, device: str
+) -> None:
+    """Bit for bit, NaN and infinities included, in a slice of wider rows; no other is touched."""
+    generator = torch.Generator().manual_seed(vocab_size)
+    logits = torch.randn(4, 1, vocab_size, generator=generator).to(dtype)
+    logits[0, 0, ::2] = float("-inf")
+    logits[1, 0, 3] = float("nan")
+    held = torch.full((6, 3, vocab_size), 99.0, dtype=dtype, device=device)
+    slot_ids = torch.tensor([4, 0, -1, 2], dtype=torch.int32, device=device)
+    positions = torch.tensor([[3], [8], [-1], [1]], dtype=torch.int32, device=device)
+    arguments = (
+        logits.to(device),
+        torch.tensor([1.0, 0.5, 1.0, 0.0], device=device),
+        torch.arange(4, device=device),
+        positions,
+        torch.zeros(4, dtype=torch.int32, device=device),
+        DRAFT,
+        1,
+        None,
+        None,
+    )
+    kept = module.gumbel_sample(*arguments, slot_ids, held[:, 1])
+    plain = module.gumbel_sample(*arguments)
+    assert torch.equal(kept[0], plain[0])
+    assert torch.equal(kept[1], plain[1])
+    for slot, row in ((4, 0), (0, 1), (2, 3)):
+        torch.testing.assert_close(
+            held[slot, 1].cpu(), logits[row, 0], rtol=0, atol=0, equal_nan=True
+        )
+    assert (held[[1, 3], 1] == 99.0).all()
+    assert (held[:, [0, 2]] == 99.0).all()
+
+
 @pytest.mark.parametrize("module", MODULES)
 def test_greedy_sample_is_temperature_zero(module: ModuleType, device: str) -> None:
     logits = torch.randn(4, 1, 30, generator=torch.Generator().manual_seed(1)).to(device)

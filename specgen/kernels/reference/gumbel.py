@@ -47,6 +47,8 @@ def gumbel_sample(
     block_index: int,
     thresholds: Tensor | None,
     target_ids: Tensor | None,
+    slot_ids: Tensor | None = None,
+    kept_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Draw one token a row from ``softmax(logits / temperature)``.
 
@@ -65,12 +67,19 @@ def gumbel_sample(
         thresholds: ``[B, Q]`` fp32 of :func:`~specgen.kernels.reference.logits.filter_thresholds`,
             or None.
         target_ids: ``[V]`` int32 target id of every column, or None where they are the same.
+        slot_ids: ``[B]`` int32, rows of ``kept_logits``; -1 only where the row is inert.
+        kept_logits: ``[S + 1, V]`` in the dtype of the logits, or None: takes the logits of each
+            row that is not inert, Q being 1. The last row is a spare one of any content.
 
     Returns:
         ``(tokens, ok)``: ``[B, Q]`` int32 target ids and ``[B, Q]`` bool. Inert rows give -1 and
         True; rows with NaN or +inf, or with -inf only, give -1 and False.
     """
     batch, num_queries, vocab_size = logits.shape
+    if kept_logits is not None:
+        assert slot_ids is not None
+        spare = kept_logits.shape[0] - 1
+        kept_logits[torch.where(positions[:, 0] < 0, spare, slot_ids).long()] = logits[:, 0]
     logits = logits.to(torch.float32)
     row_max = logits.amax(-1)  # NaN where the row holds NaN
     finite = row_max.isfinite()
