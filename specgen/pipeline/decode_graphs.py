@@ -28,18 +28,18 @@ logger = logging.getLogger(__name__)
 _STEPS_OF_A_CAPTURE = 8.0
 
 
-def batch_buckets(max_num_seqs: int) -> tuple[int, ...]:
-    """Batch sizes to capture: 1, 2, 4, 8, then 16, 24, 32, 48, 64, 96, ... up to the largest.
+def batch_buckets(largest: int, sizes_per_doubling: int = 4) -> tuple[int, ...]:
+    """Batch sizes to capture: 1, 2, 4, 8, 16, then so many up to each doubling, up to ``largest``.
 
-    Steps of at most one half bound the padding, and their number bounds the time that captures
-    take while a batch drains.
+    With four, 16, 20, 24, 28, 32, 40, 48, ...: steps of at most one quarter bound the padding while
+    a batch drains. With fewer, fewer captures are made.
     """
     sizes = [1, 2, 4, 8]
     size = 16
-    while size < max_num_seqs:
-        sizes += [size, size + size // 2]
+    while size < largest:
+        sizes += [size + size * i // sizes_per_doubling for i in range(sizes_per_doubling)]
         size *= 2
-    return (*(size for size in sizes if size < max_num_seqs), max_num_seqs)
+    return (*(size for size in sizes if size < largest), largest)
 
 
 @dataclass

@@ -61,7 +61,7 @@ class PrefillGraphs:
     def __init__(
         self, max_num_tokens: int, max_num_seqs: int, max_context_len: int, capture: Capture
     ) -> None:
-        self._sizes = tuple(n for n in batch_buckets(max_num_tokens) if n >= _FEWEST_TOKENS)
+        self._sizes = tuple(n for n in batch_buckets(max_num_tokens, 2) if n >= _FEWEST_TOKENS)
         self._max_num_seqs = max_num_seqs
         self._max_context_len = max_context_len
         self._capture = capture
