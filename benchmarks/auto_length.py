@@ -7,11 +7,18 @@ change between cells. ``none`` is an engine that has no draft at all.
 
 A mean acceptance length L is what a head with the same chance at every position reaches with three
 drafts: the rates are a, a^2, a^3, ... with 1 + a + a^2 + a^3 = L.
+
+With few rows the luck of the draws decides more than what is compared. So speeds are told as they
+would be with as many drafts accepted as the rates say: ``tok_s`` times the tokens that the judged
+drafts should have given over those that they gave. Each length is run in several rounds, all ways
+in turns.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
+import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -29,6 +36,7 @@ from specgen.pipeline.draft_length import AutoDraftLength, DraftLength, FixedDra
 from specgen.synthetic import conditional_rates
 
 LENGTH_AT = 3  # drafts with which a mean length is reached
+FEWEST_ROWS = 4  # of a cell in a round: a batch of one row runs so many one after the other
 
 
 def rates_of(length: float, num_rates: int) -> tuple[float, ...]:
@@ -46,35 +54,46 @@ def rates_of(length: float, num_rates: int) -> tuple[float, ...]:
 class Bench:
     """An engine with a draft whose chooser and rates can be replaced between measurements."""
 
-    def __init__(self, config: EngineConfig, lengths: tuple[int, int], num_runs: int) -> None:
+    def __init__(self, config: EngineConfig, lengths: tuple[int, int]) -> None:
         self.engine = Engine(config)
-        self._lengths, self._num_runs = lengths, num_runs
+        self._lengths = lengths
+        self._rates: tuple[float, ...] = ()
         self._seed = 0
+        self._has_run: set[tuple[int, str]] = set()
+        # An engine times its steps once, not in every run.
+        self._time_step = functools.cache(self.engine._runner.time_inert_step)
 
     def set_rates(self, rates: tuple[float, ...]) -> None:
         """Judge by these rates from now on, in captured steps too."""
+        self._rates = rates
         held: Any = self.engine._runner._rejection_sampler._synthetic_rates
         held.copy_(torch.tensor(conditional_rates(rates), device=held.device))
 
-    def run(self, batch: int, chooser: DraftLength | None) -> dict[str, Any]:
+    def run(self, batch: int, way: str, chooser: DraftLength | None) -> dict[str, Any]:
         """Measure one cell; None keeps the chooser."""
         if chooser is not None:
             self.engine._scheduler.draft_length = chooser
         self._seed += 1
-        result = measure(
+        measured = measure(
             self.engine,
             fixed_job(batch, *self._lengths),
             temperature=1.0,
             seed=self._seed,
-            num_runs=self._num_runs,
-        ).to_dict()
-        names = ("tok_s", "tok_s_of_runs", "mean_acceptance_length", "decode_steps_by_k")
-        return {name: result[name] for name in names}
+            num_runs=max(1, FEWEST_ROWS // batch),
+            warms_up=(batch, way) not in self._has_run,
+        )
+        self._has_run.add((batch, way))
+        result = measured.to_dict()
+        stats, num_tokens = measured.speculation, measured.num_output_tokens
+        drafted = zip(stats.drafted_per_position, self._rates, strict=False)
+        expected = sum(count * rate for count, rate in drafted)
+        luck = (num_tokens - sum(stats.accepted_per_position) + expected) / num_tokens
+        names = ("tok_s", "mean_acceptance_length", "decode_steps_by_k")
+        return {name: result[name] for name in names} | {"expected_tok_s": result["tok_s"] * luck}
 
     def auto(self, max_k: int) -> AutoDraftLength:
-        """A chooser that has seen nothing yet."""
-        runner, config = self.engine._runner, self.engine.config
-        return AutoDraftLength(max_k, config.max_num_seqs, runner.time_inert_step)
+        """A chooser that has seen no draft yet."""
+        return AutoDraftLength(max_k, self.engine.config.max_num_seqs, self._time_step)
 
 
 def _numbers(kind: type) -> Any:
@@ -88,7 +107,7 @@ def _numbers(kind: type) -> Any:
 @click.option("--max-k", default=5)
 @click.option("--input-len", default=64)
 @click.option("--output-len", default=128)
-@click.option("--repeat", default=2)
+@click.option("--rounds", default=2)
 @click.option("--output-dir", type=click.Path(path_type=Path), default=None)
 @click.option("--name", default="auto_length")
 def main(
@@ -98,7 +117,7 @@ def main(
     max_k: int,
     input_len: int,
     output_len: int,
-    repeat: int,
+    rounds: int,
     output_dir: Path | None,
     name: str,
 ) -> None:
@@ -115,8 +134,8 @@ def main(
             head = head_of(model)
             options |= {"model": str(write_preset(model, Path(directory))), "load_format": "dummy"}
         cell = (input_len, output_len)
-        plain = Bench(EngineConfig(no_draft=True, **options), cell, repeat)
-        none = {batch: plain.run(batch, None) for batch in batches}
+        plain = Bench(EngineConfig(no_draft=True, **options), cell)
+        none = {batch: [plain.run(batch, "none", None) for _ in range(rounds)] for batch in batches}
         del plain
         gc.collect()
         if torch.cuda.is_available():
@@ -131,31 +150,46 @@ def main(
                 **options,
             ),
             cell,
-            repeat,
         )
         results = []
-        for length in lengths:
-            rates = rates_of(length, max_k)
-            bench.set_rates(rates)
-            for batch in batches:
-                found = {str(k): bench.run(batch, FixedDraftLength(k)) for k in range(max_k + 1)}
-                found |= {"none": none[batch], "auto": bench.run(batch, bench.auto(max_k))}
-                speeds = {way: result["tok_s"] for way, result in found.items()}
-                auto = speeds.pop("auto")
-                best = max(speeds, key=lambda way: speeds[way])
-                ratio = auto / speeds[best]
+        for batch in batches:
+            for length in lengths:
+                bench.set_rates(rates_of(length, max_k))
                 results.append(
-                    {"length": length, "rates": rates, "batch": batch, "ways": found}
-                    | {"best": best, "auto_to_best": round(ratio, 4)}
+                    {"length": length, "batch": batch} | compare(bench, batch, max_k, rounds)
                 )
+                found = results[-1]
+                found["ways"]["none"] = none[batch]
+                speeds = {way: speed_of(runs) for way, runs in found["ways"].items()}
+                auto = speeds.pop("auto")
+                found["best"] = best = max(speeds, key=lambda way: speeds[way])
+                found["auto_to_best"] = ratio = round(auto / speeds[best], 4)
                 shown = "  ".join(f"{way} {speed:.0f}" for way, speed in speeds.items())
+                steps = [run["decode_steps_by_k"] for run in found["ways"]["auto"]]
                 click.echo(
                     f"length {length:g}, {batch:>3} rows: {shown}  auto {auto:.0f} "
-                    f"({ratio:.3f} of k = {best}; {found['auto']['decode_steps_by_k']})"
+                    f"({ratio:.3f} of k = {best}; {steps[-1]}; "
+                    f"{time.perf_counter() - started:.0f} s)"
                 )
-    click.echo(f"{time.perf_counter() - started:.0f} s")
-    payload = {"input_len": input_len, "output_len": output_len, "results": results}
-    click.echo(f"wrote {write_record(name, payload, output_dir)}")
+                # Written each time: what was measured is not lost if time runs out.
+                payload = {"input_len": input_len, "output_len": output_len, "results": results}
+                path = write_record(name, payload, output_dir)
+    click.echo(f"wrote {path}")
+
+
+def compare(bench: Bench, batch: int, max_k: int, rounds: int) -> dict[str, Any]:
+    """Every fixed length and the chosen one, in turns."""
+    ways: dict[str, list[dict[str, Any]]] = {}
+    for _ in range(rounds):
+        for k in range(max_k + 1):
+            ways.setdefault(str(k), []).append(bench.run(batch, str(k), FixedDraftLength(k)))
+        ways.setdefault("auto", []).append(bench.run(batch, "auto", bench.auto(max_k)))
+    return {"ways": ways}
+
+
+def speed_of(runs: list[dict[str, Any]]) -> float:
+    """The median round's tokens a second."""
+    return statistics.median(run["expected_tok_s"] for run in runs)
 
 
 if __name__ == "__main__":

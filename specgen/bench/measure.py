@@ -67,12 +67,19 @@ class Measurement:
 
 
 def measure(
-    engine: Engine, job: Job, *, temperature: float, seed: int = 0, num_runs: int = 1
+    engine: Engine,
+    job: Job,
+    *,
+    temperature: float,
+    seed: int = 0,
+    num_runs: int = 1,
+    warms_up: bool = True,
 ) -> Measurement:
     """Run the job once to warm up, then ``num_runs`` times, always with other prompts and draws.
 
     The first run compiles kernels and captures a graph for every batch size that occurs while rows
-    end, as an engine that has run for long has them.
+    end, as an engine that has run for long has them. With ``warms_up`` false, the caller knows that
+    this engine has run such a job before.
 
     Raises:
         ModelError: a row failed, so that there is nothing to measure.
@@ -88,8 +95,10 @@ def measure(
         )
         return _run(engine, rows)
 
-    with engine.warming_up():
-        warmup_seconds, _, _ = run()
+    warmup_seconds = 0.0
+    if warms_up:
+        with engine.warming_up():
+            warmup_seconds, _, _ = run()
     cuda = engine.config.device == "cuda"
     if cuda:
         torch.cuda.reset_peak_memory_stats()

@@ -72,13 +72,16 @@ def _decode_inputs_kernel(
     used = (i <= num_drafts) & live
     is_draft = used & (i > 0)
     drafts = tl.load(draft_tokens_ptr + slot * draft_stride + i - 1, mask=is_draft, other=0)
-    last = tl.where(live, tl.load(last_tokens_ptr + slot), 0)
+    last = tl.load(last_tokens_ptr + slot)
+    token = -1 - tl.minimum(tl.load(slot_ids_ptr + row), -1)  # that an inert row begins with
+    idle = tl.where(token > 0, token + i, 0)
+    input_ids = tl.where(live, tl.where(i == 0, last, drafts), idle)
     positions = tl.where(live, first + i, 0)
     table_ptr = block_tables_ptr + slot * table_stride
     slots = _token_slots(table_ptr, positions, used, num_columns, BLOCK_SIZE)
 
     out = row * (K + 1) + i
-    tl.store(input_ids_ptr + out, tl.where(i == 0, last, drafts), mask=inside)
+    tl.store(input_ids_ptr + out, input_ids, mask=inside)
     tl.store(positions_ptr + out, positions, mask=inside)
     tl.store(slot_mapping_ptr + out, slots, mask=inside)
     tl.store(batch_draft_tokens_ptr + row * K + i - 1, drafts, mask=inside & (i > 0))

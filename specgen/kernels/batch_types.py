@@ -1,7 +1,7 @@
 """The tensors that the batch kernels hand back, named once for the kernels and their twins.
 
-B rows of a step's batch, k draft tokens a row. A row is *inert* in a step when its slot id is -1 or
-its slot is no longer active: it then reads nothing that matters and writes nothing.
+B rows of a step's batch, k draft tokens a row. A row is *inert* in a step when its slot id is
+negative or its slot is no longer active: it then reads nothing that matters and writes nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class DecodeInputs(NamedTuple):
     """What the target runs over in one decode step: the last token and the drafts of every row."""
 
     input_ids: Tensor
-    """int32 `[B, k+1]`: last token, then the drafts; 0 past the row's drafts and on inert rows."""
+    """int32 `[B, k+1]`: last token, then the drafts; 0 past the row's drafts. On inert rows 0, or
+    the tokens that a slot below -1 stands for."""
     positions: Tensor
     """int32 `[B, k+1]`: n-1+i; 0 on inert rows."""
     slot_mapping: Tensor

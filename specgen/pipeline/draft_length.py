@@ -29,8 +29,11 @@ __all__ = [
 MeasureStep = Callable[[int, int], float]
 """(rows, k) -> seconds of a step whose rows are all inert."""
 
-# A new k must promise this much more than the present one: a change costs a step without drafts.
+# A longer k must promise this much more than the present one: a change costs a step without drafts.
 _MARGIN = 1.02
+# Of lengths that are nearly as good the shortest is taken: a GPU at its power limit runs steps of
+# many tokens slower than they were measured, and few drafts leave less to be thrown away.
+_NEARLY = 0.99
 # Until drafts were judged: what heads usually reach, with the weight of so many drafts.
 _PRIOR_RATE, _PRIOR_WEIGHT = 0.7, 16.0
 # Drafts after which older ones count half as much.
@@ -58,19 +61,20 @@ def expected_tokens(acceptance: Sequence[float], k: int) -> float:
 def best_draft_length(
     step_seconds: Sequence[float], acceptance: Sequence[float], current: int | None = None
 ) -> int:
-    """The k with the most tokens a second.
+    """The k with the most tokens a second, or the shortest of those nearly as good.
 
     Args:
         step_seconds: of a step with 0, 1, ... drafts; at least one.
         acceptance: as of :func:`expected_tokens`, one less or more.
-        current: the k in use, which stays unless another is clearly better.
+        current: the k in use, which stays unless a longer one is clearly better.
     """
 
     def rate(k: int) -> float:
         return expected_tokens(acceptance, k) / step_seconds[k]
 
-    best = max(range(len(step_seconds)), key=rate)
-    if current is None or current >= len(step_seconds):
+    most = max(map(rate, range(len(step_seconds))))
+    best = next(k for k in range(len(step_seconds)) if rate(k) >= _NEARLY * most)
+    if current is None or current >= len(step_seconds) or best < current:
         return best
     return best if rate(best) > _MARGIN * rate(current) else current
 

@@ -317,6 +317,7 @@ def _assemble(
         ),
         drafter,
         block_size=block_size,
+        vocab_size=config.vocab_size,
         max_context_len=sizes.max_context_len,
         graphs=graphs,
         prefill_graphs=prefill_graphs,

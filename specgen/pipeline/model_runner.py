@@ -30,6 +30,7 @@ from specgen.pipeline.shared_prefix import SharedRows
 from specgen.pipeline.uploads import upload
 
 _NUM_TIMED_STEPS = 4
+_TOKEN_STRIDE = 7919  # a prime, so that rows of a timed step begin with tokens of their own
 
 
 class ModelRunner:
@@ -37,6 +38,7 @@ class ModelRunner:
 
     Args:
         block_size: Tokens of a cache block.
+        vocab_size: Token ids that the target has.
         shared_rows: Finds what rows share; ``None``: every row reads its own blocks.
         max_context_len: Host bound on any row's context, for captured graphs.
         graphs: Replays decode steps as CUDA graphs; ``None`` launches them one by one.
@@ -53,6 +55,7 @@ class ModelRunner:
         drafter: Drafter | None,
         *,
         block_size: int,
+        vocab_size: int,
         max_context_len: int,
         graphs: DecodeGraphs | None = None,
         prefill_graphs: PrefillGraphs | None = None,
@@ -67,6 +70,7 @@ class ModelRunner:
         self._drafter = drafter
         self._needs_all_states = drafter is not None and drafter.needs_all_states
         self._block_size = block_size
+        self._vocab_size = vocab_size
         self._max_context_len = max_context_len
         self._graphs = graphs
         self._prefill_graphs = prefill_graphs
@@ -155,10 +159,15 @@ class ModelRunner:
             self._shared_rows.forget()
 
     def time_inert_step(self, num_rows: int, num_speculative_tokens: int) -> float:
-        """Seconds of a decode step whose rows are all inert; waits for the device."""
+        """Seconds of a decode step whose rows are all inert; waits for the device.
+
+        Rows that run over one token alone would draw far less power than real ones, so that a GPU
+        would time them at a clock that real steps never see.
+        """
+        last = self._vocab_size - num_speculative_tokens
         run = partial(
             self._decode,
-            [-1] * num_rows,
+            [-1 - i * _TOKEN_STRIDE % max(last, 1) for i in range(num_rows)],
             num_speculative_tokens,
             needs_filter=False,
             keeps_drafts=True,

@@ -41,6 +41,7 @@ def state() -> dict[str, torch.Tensor]:
 
 
 SLOT_IDS = i32(3, -1, 0, 2, 5, 1, -1, 4, 6)
+TIMED_SLOT_IDS = i32(-2, -1, 3, -70, 2)
 
 
 def token_slot(tables: torch.Tensor, slot: int, position: int) -> int:
@@ -116,6 +117,26 @@ def test_decode_inputs(
     check(result, expected_decode(state, k), wide=("slot_mapping",))
     for name, tensor in before.items():
         assert torch.equal(arguments[name], tensor), name
+
+
+@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("k", [0, 3])
+def test_inert_rows_that_are_timed_run_over_tokens_of_their_own(
+    module: ModuleType, device: str, state: dict[str, torch.Tensor], k: int
+) -> None:
+    """And differ from padding in nothing else."""
+    arguments = {name: tensor.to(device) for name, tensor in state.items()}
+
+    def inputs(slot_ids: torch.Tensor) -> Any:
+        return module.decode_inputs(slot_ids.to(device), **arguments, k=k, block_size=BLOCK_SIZE)
+
+    timed, padding = inputs(TIMED_SLOT_IDS), inputs(TIMED_SLOT_IDS.clamp(min=-1))
+    tokens = timed.input_ids.cpu()
+    assert tokens[0].tolist() == list(range(1, k + 2))
+    assert tokens[3].tolist() == list(range(69, k + 70))
+    assert torch.equal(tokens[[1, 2, 4]], padding.input_ids.cpu()[[1, 2, 4]])
+    for name in set(timed._fields) - {"input_ids"}:
+        assert torch.equal(getattr(timed, name), getattr(padding, name)), name
 
 
 @pytest.mark.parametrize("module", MODULES)

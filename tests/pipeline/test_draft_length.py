@@ -45,14 +45,21 @@ def test_the_best_length(num_rows: int, acceptance: list[float], best: int) -> N
     assert best_draft_length(seconds, acceptance) == best
 
 
-def test_the_present_length_stays_unless_another_is_clearly_better() -> None:
+def test_the_present_length_stays_unless_a_longer_one_is_clearly_better() -> None:
     seconds = [1.0, 1.1]
-    assert best_draft_length(seconds, [0.11], 0) == 0
-    assert best_draft_length(seconds, [0.11]) == 1
-    assert best_draft_length(seconds, [0.11], 1) == 1
+    assert best_draft_length(seconds, [0.115], 0) == 0
+    assert best_draft_length(seconds, [0.115]) == 1
+    assert best_draft_length(seconds, [0.115], 1) == 1
     assert best_draft_length(seconds, [0.2], 0) == 1
     assert best_draft_length(seconds, [0.05], 1) == 0
     assert best_draft_length(seconds, [0.2], 5) == 1, "a k that is out of reach now"
+
+
+def test_of_lengths_nearly_as_good_the_shortest_is_taken() -> None:
+    seconds, acceptance = [1.0, 1.1, 1.17], [0.105, 0.7]
+    rates = [expected_tokens(acceptance, k) / seconds[k] for k in range(3)]
+    assert rates[0] < rates[1] < rates[2] < 1.01 * rates[0]
+    assert [best_draft_length(seconds, acceptance, k) for k in (None, 0, 1, 2)] == [0] * 4
 
 
 class World:

@@ -38,7 +38,9 @@ def decode_inputs(
     """Inputs of the target's pass over the last token and the drafts of each row.
 
     Args:
-        slot_ids: int32 `[B]`; -1 for a padding row.
+        slot_ids: int32 `[B]`; -1 for a padding row. Below that a row is inert, too, and runs over
+            the tokens -1-slot, -slot, ...: with those of many rows a step takes the time of a
+            real one.
         last_tokens: int32 `[S]`, the last committed token of each slot.
         draft_tokens: int32 `[S, k_max]`.
         num_draft_tokens: int32 `[S]`; the first `min(num_draft_tokens, k)` drafts of a slot are
@@ -61,10 +63,11 @@ def decode_inputs(
     used = live[:, None] & (i <= num_drafts[:, None])  # [B, k+1]
     drafts = slot_ids.new_zeros((slot_ids.numel(), k))
     drafts[:, :limit] = torch.where(used[:, 1 : limit + 1], draft_tokens[slots, :limit], 0)
-    last = torch.where(live, last_tokens[slots], 0)
+    idle = torch.where(slot_ids[:, None] < -1, i - 1 - slot_ids[:, None], 0)
+    input_ids = torch.cat((last_tokens[slots][:, None], drafts), dim=1)
     positions = torch.where(live[:, None], first[:, None] + i, 0)
     return DecodeInputs(
-        input_ids=torch.cat((last[:, None], drafts), dim=1),
+        input_ids=torch.where(live[:, None], input_ids, idle),
         positions=positions,
         slot_mapping=_token_slots(block_tables, slots, positions, used, block_size),
         first_positions=first,
