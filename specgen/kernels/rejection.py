@@ -31,7 +31,7 @@ _GROUP = 8  # logits of one wide load
 _DRAW_BLOCK = 2048  # divides the block of the statistics
 # Programs that draw: enough to fill a GPU, and few enough that most look at several blocks, with a
 # score to beat from the first on.
-_DRAW_PROGRAMS = 2048
+_DRAW_PROGRAMS = 1024
 _GREEDY = tl.constexpr(GREEDY_TEMPERATURE)
 _ACCEPT = tl.constexpr(ACCEPT)
 _TARGET = tl.constexpr(TARGET)
