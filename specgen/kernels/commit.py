@@ -207,7 +207,7 @@ def commit_drafts(
 
     Args:
         slot_ids: int32 `[B]`; -1 for a padding row, which writes nothing.
-        tokens: int32 `[k, B]`, k at least 1.
+        tokens: int32 `[k, B]`; k = 0: the rows have no drafts.
         ok: bool `[k, B]`.
         seq_lens: int32 `[S]`, n of each row.
         active: bool `[S]`.
@@ -232,7 +232,7 @@ def commit_drafts(
         0 if position_limit is None else position_limit,
         draft_tokens.stride(0),
         K=k,
-        K_PAD=triton.next_power_of_2(k),
+        K_PAD=triton.next_power_of_2(max(k, 1)),
         HAS_POSITION_LIMIT=position_limit is not None,
         num_warps=1,
         **overlap_options(tokens),

@@ -121,7 +121,7 @@ def rotary_write_cache(
         slot_mapping: int64 `[T]`: block * block_size + offset; -1 writes nothing.
         k_cache: `[num_blocks, block_size, num_kv_heads, D]`.
         v_cache: as `k_cache`.
-        num_heads: query heads.
+        num_heads: query heads; 0 where only keys and values are given.
         num_kv_heads: key and value heads.
         q_norm: `[D]`, weight of a root mean square norm of every query head before the rotation;
             None: there is none. Roundings are those of `rms_norm`.

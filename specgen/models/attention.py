@@ -205,7 +205,8 @@ class Attention(nn.Module):
             ``[T, hidden_size]``, or parts of it for :meth:`RMSNorm.add`; of the tokens that attend.
         """
         qkv: torch.Tensor = self.qkv(x)
-        q = metadata.at_queries(self._rotate(qkv, cos_sin, metadata, kv_cache))
+        rotated = self._rotate(qkv, cos_sin, metadata, kv_cache, self.num_heads)
+        q = metadata.at_queries(rotated)
         attended = attend(
             self._attention, q, kv_cache, metadata, scale=self.scale, window=self.window
         )
@@ -219,7 +220,8 @@ class Attention(nn.Module):
         kv_cache: KVCache,
     ) -> None:
         """Write the cache entries that :meth:`forward` would write, and attend to nothing."""
-        self._rotate(self.qkv(x), cos_sin, metadata, kv_cache)
+        keys_and_values = self.qkv.outputs_from(self.num_heads * self.head_dim, x)
+        self._rotate(keys_and_values, cos_sin, metadata, kv_cache, num_heads=0)
 
     def _rotate(
         self,
@@ -227,8 +229,9 @@ class Attention(nn.Module):
         cos_sin: torch.Tensor,
         metadata: AttentionMetadata,
         kv_cache: KVCache,
+        num_heads: int,
     ) -> torch.Tensor:
-        """Norms, rotation and cache write; returns queries ``[T, Hq, D]``."""
+        """Norms, rotation and cache write; returns queries ``[T, num_heads, D]``."""
         k_cache, v_cache = kv_cache
         q: torch.Tensor = self._rotary.rotary_write_cache(
             qkv,
@@ -237,7 +240,7 @@ class Attention(nn.Module):
             metadata.slot_mapping,
             k_cache,
             v_cache,
-            self.num_heads,
+            num_heads,
             self.num_kv_heads,
             None if self.q_norm is None else self.q_norm.weight,
             None if self.k_norm is None else self.k_norm.weight,

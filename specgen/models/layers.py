@@ -50,6 +50,12 @@ class Linear(nn.Module):
         out: torch.Tensor = self._kernel.linear(x, self.weight, self.bias)
         return out
 
+    def outputs_from(self, first: int, x: torch.Tensor) -> torch.Tensor:
+        """``[T, in] -> [T, sum(out) - first]``: only the outputs from ``first`` on."""
+        bias = None if self.bias is None else self.bias[first:]
+        out: torch.Tensor = self._kernel.linear(x, self.weight[first:], bias)
+        return out
+
     def parts(self, x: torch.Tensor) -> torch.Tensor:
         """``[T, in] -> [T, sum(out)]``, or float32 ``[P, T, sum(out)]``: summed up by the norm
         behind, :meth:`RMSNorm.add`, which takes either.

@@ -30,12 +30,13 @@ MeasureStep = Callable[[int, int], float]
 """(rows, k) -> seconds of a step whose rows are all inert."""
 
 # A longer k must promise this much more than the present one: a change costs a step without drafts.
-_MARGIN = 1.02
+_MARGIN = 1.025
 # Of lengths that are nearly as good the shortest is taken: a GPU at its power limit runs steps of
 # many tokens slower than they were measured, and few drafts leave less to be thrown away.
-_NEARLY = 0.99
-# Until drafts were judged: what heads usually reach, with the weight of so many drafts.
-_PRIOR_RATE, _PRIOR_WEIGHT = 0.7, 16.0
+_NEARLY = 0.98
+# Until drafts were judged: what heads usually reach, with the weight of so many drafts. Of one row
+# each step judges one, and a useless head is to be found out within some twenty steps.
+_PRIOR_RATE, _PRIOR_WEIGHT = 0.7, 6.0
 # Drafts after which older ones count half as much.
 _HALF_LIFE = 4096.0
 # Without drafts nothing is learned of them: now and then a pair of steps tries one.

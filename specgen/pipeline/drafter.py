@@ -158,7 +158,7 @@ class Drafter:
         input_ids, hidden = extend.input_ids.flatten(), self._model.fuse(features)
         if k == 0:
             self._model.write_cache(input_ids, hidden, metadata, self._caches)
-            state.num_draft_tokens.index_fill_(0, state.rows(slot_ids), 0)
+            self._commit(slot_ids, [], [])
             return
         logits_hidden, feedback = self._model.forward(input_ids, hidden, metadata, self._caches)
         self._propose(
@@ -185,7 +185,6 @@ class Drafter:
         max_context_len: int,
     ) -> None:
         """Draft k tokens for each row from its last true pair, and write them to its device row."""
-        state = self._state
         drafts: list[torch.Tensor] = []
         usable: list[torch.Tensor] = []
         for j in range(k):
@@ -199,10 +198,17 @@ class Drafter:
             tokens, ok = self._draw(slot_ids, next_positions, sampling, logits, j)
             drafts.append(tokens)
             usable.append(ok)
+        self._commit(slot_ids, drafts, usable)
+
+    def _commit(
+        self, slot_ids: torch.Tensor, drafts: list[torch.Tensor], usable: list[torch.Tensor]
+    ) -> None:
+        """Write drafts (int32 [B] each) to the rows, up to the first that is not usable."""
+        state, none = self._state, slot_ids.new_empty((0, slot_ids.numel()))
         self._kernels.commit.commit_drafts(
             slot_ids,
-            torch.stack(drafts),
-            torch.stack(usable),
+            torch.stack(drafts) if drafts else none,
+            torch.stack(usable) if usable else none.bool(),
             state.seq_lens,
             state.active,
             state.draft_limits,

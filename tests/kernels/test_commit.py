@@ -241,7 +241,7 @@ def drafts_left(
 
 @pytest.mark.parametrize("module", MODULES)
 @pytest.mark.parametrize("position_limit", [None, 12])
-@pytest.mark.parametrize("k", [1, 2, 5])
+@pytest.mark.parametrize("k", [0, 1, 2, 5])
 def test_drafts_are_written_to_their_rows(
     module: ModuleType, device: str, k: int, position_limit: int | None
 ) -> None:

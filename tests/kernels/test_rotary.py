@@ -50,6 +50,8 @@ def oracle(
         (96, 2, 1, torch.float32),
         (128, 5, 1, torch.bfloat16),
         (32, 4, 2, torch.float16),
+        (64, 0, 3, torch.float32),
+        (128, 0, 1, torch.bfloat16),
     ],
 )
 @pytest.mark.usefixtures("poison")
@@ -102,7 +104,12 @@ def test_rotation_and_cache_write(
 @pytest.mark.parametrize("module", MODULES)
 @pytest.mark.parametrize(
     ("head_dim", "num_heads", "num_kv_heads", "dtype"),
-    [(32, 3, 2, torch.float32), (80, 2, 1, torch.float32), (128, 4, 1, torch.bfloat16)],
+    [
+        (32, 3, 2, torch.float32),
+        (80, 2, 1, torch.float32),
+        (128, 4, 1, torch.bfloat16),
+        (64, 0, 2, torch.float32),
+    ],
 )
 @pytest.mark.usefixtures("poison")
 def test_heads_are_normed_before_they_are_rotated(

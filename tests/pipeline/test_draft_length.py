@@ -47,9 +47,9 @@ def test_the_best_length(num_rows: int, acceptance: list[float], best: int) -> N
 
 def test_the_present_length_stays_unless_a_longer_one_is_clearly_better() -> None:
     seconds = [1.0, 1.1]
-    assert best_draft_length(seconds, [0.115], 0) == 0
-    assert best_draft_length(seconds, [0.115]) == 1
-    assert best_draft_length(seconds, [0.115], 1) == 1
+    assert best_draft_length(seconds, [0.125], 0) == 0
+    assert best_draft_length(seconds, [0.125]) == 1
+    assert best_draft_length(seconds, [0.125], 1) == 1
     assert best_draft_length(seconds, [0.2], 0) == 1
     assert best_draft_length(seconds, [0.05], 1) == 0
     assert best_draft_length(seconds, [0.2], 5) == 1, "a k that is out of reach now"

@@ -97,7 +97,7 @@ def commit_drafts(
 
     Args:
         slot_ids: int32 `[B]`; -1 for a padding row, which writes nothing.
-        tokens: int32 `[k, B]`, k at least 1.
+        tokens: int32 `[k, B]`; k = 0: the rows have no drafts.
         ok: bool `[k, B]`.
         seq_lens: int32 `[S]`, n of each row.
         active: bool `[S]`.
