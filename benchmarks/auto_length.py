@@ -36,7 +36,7 @@ from specgen.pipeline.draft_length import AutoDraftLength, DraftLength, FixedDra
 from specgen.synthetic import conditional_rates
 
 LENGTH_AT = 3  # drafts with which a mean length is reached
-FEWEST_ROWS = 4  # of a cell in a round: a batch of one row runs so many one after the other
+SMALL_BATCH, RUNS_OF_SMALL = 64, 4  # fewer rows than that are run so often in a round
 
 
 def rates_of(length: float, num_rates: int) -> tuple[float, ...]:
@@ -79,7 +79,7 @@ class Bench:
             fixed_job(batch, *self._lengths),
             temperature=1.0,
             seed=self._seed,
-            num_runs=max(1, FEWEST_ROWS // batch),
+            num_runs=RUNS_OF_SMALL if batch < SMALL_BATCH else 1,
             warms_up=(batch, way) not in self._has_run,
         )
         self._has_run.add((batch, way))

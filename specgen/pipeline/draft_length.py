@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from specgen.pipeline.step_record import RowRecord
@@ -37,6 +38,8 @@ _NEARLY = 0.98
 # Until drafts were judged: what heads usually reach, with the weight of so many drafts. Of one row
 # each step judges one, and a useless head is to be found out within some twenty steps.
 _PRIOR_RATE, _PRIOR_WEIGHT = 0.7, 6.0
+# A position counts as one that has been judged so often with the rate of the one before it.
+_NEIGHBOUR_WEIGHT = 16.0
 # Drafts after which older ones count half as much.
 _HALF_LIFE = 4096.0
 # Without drafts nothing is learned of them: now and then a pair of steps tries one.
@@ -44,6 +47,8 @@ _PROBE_EVERY, _PROBE_STEPS = 256, 2
 # How fast the correction of step times follows once it is known, and how often it may exceed what
 # was expected: a step that waited for the host is not the device's.
 _FOLLOW, _OUTLIER = 0.1, 2.0
+# The first steps with a k tell what is special to it.
+_STEPS_OF_A_LENGTH = 8
 
 
 def expected_tokens(acceptance: Sequence[float], k: int) -> float:
@@ -168,14 +173,24 @@ class AutoDraftLength:
 
 
 class _Acceptance:
-    """Rates of acceptance by position, each given that the positions before it were accepted."""
+    """Rates of acceptance by position, each given that the positions before it were accepted.
+
+    A position of which little is known is thought to be like the one before it. What is known of
+    positions that are not drafted any more fades with the rest, so that they are tried again.
+    """
 
     def __init__(self, max_k: int) -> None:
-        self._accepted = [_PRIOR_RATE * _PRIOR_WEIGHT] * max_k
-        self._judged = [_PRIOR_WEIGHT] * max_k
+        self._accepted = [0.0] * max_k
+        self._judged = [0.0] * max_k
 
     def rates(self) -> list[float]:
-        return [a / j for a, j in zip(self._accepted, self._judged, strict=True)]
+        rates = []
+        before, weight = _PRIOR_RATE, _PRIOR_WEIGHT
+        for accepted, judged in zip(self._accepted, self._judged, strict=True):
+            before = (accepted + weight * before) / (judged + weight)
+            weight = _NEIGHBOUR_WEIGHT
+            rates.append(before)
+        return rates
 
     def add(self, records: Iterable[RowRecord]) -> None:
         judged, accepted = [0] * len(self._judged), [0] * len(self._judged)
@@ -183,18 +198,31 @@ class _Acceptance:
             for position in range(min(num_sampled, num_draft_tokens)):
                 judged[position] += 1
                 accepted[position] += position < num_sampled - 1
+        keep = 0.5 ** (judged[0] / _HALF_LIFE)
         for position, count in enumerate(judged):
-            keep = 0.5 ** (count / _HALF_LIFE)
             self._judged[position] = keep * self._judged[position] + count
             self._accepted[position] = keep * self._accepted[position] + accepted[position]
+
+
+@dataclass
+class _Extra:
+    """Seconds a row, beyond inert steps, of the steps of about as many rows: ``common`` of those
+    with any k, and what each k that was tried adds to it, with the number of steps that told."""
+
+    common: float = 0.0
+    num_steps: int = 0
+    of_k: dict[int, tuple[float, int]] = field(default_factory=dict)
+    last_k: int = 0
 
 
 class _StepTimes:
     """Seconds of a step by rows and k.
 
-    Inert rows cost what their matrix products cost, but no reading of the cache. That part depends
-    on the lengths of rows and hardly on k: it is what the last steps of about as many rows took
-    beyond their inert time.
+    Inert rows cost what their matrix products cost, but no reading of the cache. That depends on
+    the lengths of rows and hardly on k. And a GPU at its power limit slows down, the more so the
+    more tokens a step has. So the first steps with a k tell what is special to it, all others what
+    is common. Of a k that has not been tried the best is thought: a longer one to have no more
+    beyond its inert time than the last one has, a shorter one only its share of that.
     """
 
     def __init__(self, max_k: int, max_num_rows: int, measure: MeasureStep) -> None:
@@ -202,24 +230,41 @@ class _StepTimes:
         self._sizes = _sizes(max_num_rows)
         self._measure = measure
         self._inert: dict[int, list[float]] = {}
-        self._extra: dict[int, tuple[float, int]] = {}  # by size: seconds a row, steps seen
+        self._extras: dict[int, _Extra] = {}  # by size
 
     def of(self, num_rows: int) -> list[float]:
-        extra = num_rows * self._extra_of(num_rows)[0]
-        return [seconds + extra for seconds in self._inert_of(num_rows)]
+        inert, extra = self._inert_of(num_rows), self._extra_of(num_rows)
+        return [
+            seconds + num_rows * self._beyond(extra, inert, k) for k, seconds in enumerate(inert)
+        ]
 
     def correct(self, num_rows: int, k: int, seconds: float) -> None:
-        inert = self._inert_of(num_rows)[k]
-        if not math.isfinite(inert):
+        inert, extra = self._inert_of(num_rows), self._extra_of(num_rows)
+        if not math.isfinite(inert[k]):
             return
-        known, num_steps = self._extra_of(num_rows)
-        expected = inert + num_rows * known
-        extra = max(min(seconds, _OUTLIER * expected) - inert, 0.0) / num_rows
-        follow = max(_FOLLOW, 1 / (num_steps + 1))
-        self._extra[self._above(num_rows)] = known + follow * (extra - known), num_steps + 1
+        expected = inert[k] + num_rows * self._beyond(extra, inert, k)
+        beyond = max(min(seconds, _OUTLIER * expected) - inert[k], 0.0) / num_rows
+        if not extra.of_k:
+            extra.of_k[k] = 0.0, _STEPS_OF_A_LENGTH  # the first k is what others differ from
+        own, num_steps = extra.of_k.get(k, (0.0, 0))
+        if num_steps < _STEPS_OF_A_LENGTH:
+            own += (beyond - extra.common - own) / (num_steps + 1)
+            extra.of_k[k] = own, num_steps + 1
+        else:
+            follow = max(_FOLLOW, 1 / (extra.num_steps + 1))
+            extra.common += follow * (beyond - own - extra.common)
+            extra.num_steps += 1
+        extra.last_k = k
 
-    def _extra_of(self, num_rows: int) -> tuple[float, int]:
-        return self._extra.get(self._above(num_rows), (0.0, 0))
+    def _beyond(self, extra: _Extra, inert: Sequence[float], k: int) -> float:
+        """Seconds a row that a step with k drafts takes beyond its inert time."""
+        if k in extra.of_k or not extra.of_k:
+            return max(extra.common + extra.of_k.get(k, (0.0, 0))[0], 0.0)
+        known = max(extra.common + extra.of_k[extra.last_k][0], 0.0)
+        return known * min(inert[k] / inert[extra.last_k], 1.0)
+
+    def _extra_of(self, num_rows: int) -> _Extra:
+        return self._extras.setdefault(self._above(num_rows), _Extra())
 
     def _above(self, num_rows: int) -> int:
         return next(size for size in self._sizes if size >= num_rows)

@@ -152,6 +152,45 @@ def test_reading_the_cache_counts_for_every_length() -> None:
     assert world.settled(AutoDraftLength(4, 256, world.measure), 128) == 1
 
 
+@pytest.mark.parametrize(
+    ("real", "best"),
+    [
+        # At a power limit: longer steps slow down more than they were measured to.
+        ([10.3, 17.8, 25.0, 33.0, 41.0], 0),
+        # Long rows: what a step takes beyond its inert time is the same for every k.
+        ([13.0, 18.2, 23.2, 28.2, 33.2], 1),
+    ],
+)
+def test_lengths_that_were_tried_are_known_by_their_own_times(real: list[float], best: int) -> None:
+    inert = [7.8, 13.0, 18.0, 23.0, 28.0]
+    rng = random.Random(1)
+    auto = AutoDraftLength(4, 256, lambda _, k: inert[k] / 1e3)
+    chosen, pending = [], 0
+    for _ in range(400):
+        k = auto.choose(256, 4)
+        judged, pending = min(k, pending), k
+        records = []
+        for _ in range(256):
+            accepted = 0
+            while accepted < judged and rng.random() < 0.693:
+                accepted += 1
+            records.append(RowRecord([7] * (accepted + 1), accepted + 1, judged, 0))
+        auto.observe(records, 256, k, real[k] / 1e3 * rng.uniform(0.98, 1.02))
+        chosen.append(k)
+    assert chosen[100:].count(best) > 0.97 * len(chosen[100:])
+
+
+def test_a_position_with_an_unlucky_start_is_tried_again() -> None:
+    """What stays undrafted yields no figures, so that bad luck would be believed for good."""
+    auto = AutoDraftLength(4, 256, lambda rows, k: target_ms(rows, k) / 1e3)
+    unlucky = [RowRecord([7, 7], 2, 4, 0)] * 500  # the first is accepted, the second never
+    auto.observe(unlucky, 8, 4, None)
+    world = World([0.9, 0.9, 0.9, 0.9])
+    assert auto.choose(8, 4) == 1
+    chosen = [world.step(auto, 8) for _ in range(3000)]
+    assert chosen[-1] == 4
+
+
 def test_a_step_that_waited_for_the_host_is_not_believed() -> None:
     world = World([0.2, 0.0, 0.0, 0.0])
     auto = AutoDraftLength(4, 256, world.measure)
