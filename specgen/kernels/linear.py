@@ -2,9 +2,10 @@
 
 One row is a matrix-vector product: a program sums a few output columns over chunks of K. Up to
 ``_MOST_ROWS`` rows, a program keeps all rows for a tile of output columns in the accumulators of
-matrix instructions and streams its weights past them. Where tiles are too few to fill a GPU, K is
-cut into parts. Every sum has one fixed order, so that a result does not depend on timing. More rows
-than that, and float32, go to the vendor's library, which is asked for parts as well.
+matrix instructions and streams its weights past them; twice as many for gate and up together, which
+need no kernel for the silu. Where tiles are too few to fill a GPU, K is cut into parts. Every sum
+has one fixed order, so that a result does not depend on timing. More rows than that, and float32,
+go to the vendor's library, which is asked for parts as well.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from specgen.kernels.overlap import enter, overlap_options
 from specgen.kernels.products import dot
 
 _MOST_ROWS = 64
+_MOST_GATED_ROWS = 128
 _FEWEST_WEIGHTS = 1 << 22  # less than that has not been measured
 _MANY_COLUMNS = 16384
 # With so many tiles of the library or fewer, most multiprocessors of a large GPU wait for a few.
@@ -281,12 +283,15 @@ def choose_plan(x: Tensor, weight: Tensor, *, gated: bool, in_parts: bool = Fals
     """
     num_rows, inner = x.shape
     width = weight.shape[0]
-    if x.dtype not in (torch.bfloat16, torch.float16) or not 0 < num_rows <= _MOST_ROWS:
+    most = _MOST_GATED_ROWS if gated else _MOST_ROWS
+    if x.dtype not in (torch.bfloat16, torch.float16) or not 0 < num_rows <= most:
         return None
     if width * inner < _FEWEST_WEIGHTS or not _is_measured(x.device):
         return None
     if num_rows == 1:
         return _plan_of_one_row(inner, gated)
+    if gated and num_rows > _MOST_ROWS:
+        return Plan(128, 64, 8, 4, swapped=True)
     if gated:
         return Plan(64, 64, 4, 8 if num_rows <= 16 else 6, swapped=True)
     if in_parts and width <= _MANY_COLUMNS:
@@ -328,7 +333,7 @@ def _capability(device_index: int) -> tuple[int, int]:
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan, *, gated: bool) -> Tensor:
-    """A product of at most 64 rows in the way that ``plan`` says.
+    """A product of few rows, all in one tile, in the way that ``plan`` says.
 
     Args:
         x: `[T, K]`.

@@ -42,7 +42,7 @@ def bf16(*shape: int, scale: float = 1.0) -> torch.Tensor:
     return torch.randn(*shape, device=DEVICE, dtype=torch.bfloat16) * scale
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 8, 16, 17, 32, 33, 64, 65, 200, 256, 257])
+@pytest.mark.parametrize("num_rows", [1, 2, 8, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257])
 @pytest.mark.parametrize(
     ("width", "inner"), [(6144, HIDDEN), (HIDDEN, INNER), (32000, HIDDEN), (20008, 4104)]
 )
