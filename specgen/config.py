@@ -19,6 +19,8 @@ RejectionSample = Literal["standard", "synthetic"]
 Overlong = Literal["error", "truncate-left"]
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+# What the device counts rows, positions and blocks with.
+_MOST = (1 << 31) - 1
 DEVICES = ("auto", "cuda", "cpu")
 DRAFT_SAMPLES = ("greedy", "gumbel")
 REJECTION_SAMPLES = ("standard", "synthetic")
@@ -130,6 +132,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < minimum:
                 raise UsageError(f"{_flag(name)} must be at least {minimum}, got {value}")
+            if value is not None and value > _MOST:
+                raise UsageError(f"{_flag(name)} must be at most {_MOST:,}, got {value}")
         parse_num_speculative_tokens(self.num_speculative_tokens)
         if (self.rejection_sample == "synthetic") != (self.synthetic_acceptance is not None):
             raise UsageError(
@@ -222,7 +226,8 @@ def parse_num_speculative_tokens(value: int | str | None) -> tuple[bool | None, 
         found = _AUTO.fullmatch(value)
         if found is None:
             raise UsageError(
-                f"--num-speculative-tokens must be a number, auto or auto:N, got {value!r}"
+                "--num-speculative-tokens must be a number, auto or auto:N, with N from 1 to "
+                f"{MAX_SPECULATIVE_TOKENS}, got {value!r}"
             )
         if found[1] is None:
             return True, None

@@ -288,6 +288,7 @@ def _memory(
 ) -> Iterator[Finding]:
     import torch
 
+    from specgen.models.host_memory import available_memory
     from specgen.pipeline.kv_cache import cache_bytes
     from specgen.pipeline.loading import activation_bytes, step_bytes
     from specgen.pipeline.memory_fit import RowSizes, check_num_seqs
@@ -341,8 +342,9 @@ def _memory(
     if too_long:
         text = f"{', '.join(map(str, too_long))}: beyond the {limit} tokens of a row"
         yield Finding("memory", "lengths", text, "note")
-    if device.type == "cpu" and weights > _available_memory():
-        text = f"{_size(weights)} of weights, {_size(_available_memory())} of memory available"
+    available = available_memory()
+    if device.type == "cpu" and weights > available:
+        text = f"{_size(weights)} of weights, {_size(available)} of memory available"
         yield Finding("memory", "machine", text, "problem", "use a machine with more memory")
 
 
@@ -380,17 +382,6 @@ def _skeletons(config: ResolvedConfig, head: DraftConfig | None) -> dict[str, An
 
 def _count(model: Any) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
-
-
-def _available_memory() -> int:
-    """Bytes of host memory that programs can still have; without an answer, all there could be."""
-    try:
-        for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError, IndexError):
-        pass
-    return 2**63
 
 
 def _size(num_bytes: int) -> str:

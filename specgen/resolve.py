@@ -107,6 +107,12 @@ def _draft_length(config: EngineConfig, device: str) -> tuple[bool, int]:
         auto = device == "cuda"
     if k is None and isinstance(config.synthetic_acceptance, tuple):
         k = len(config.synthetic_acceptance)
+        if k == 1:
+            rate = config.synthetic_acceptance[0]
+            raise UsageError(
+                f"--synthetic-acceptance {rate:g} is the rate of one draft",
+                "give a mean length of at least 1, or --num-speculative-tokens 1 with it",
+            )
     if k is None:
         k = DEFAULT_LIMIT_OF_AUTO if auto else DEFAULT_NUM_SPECULATIVE_TOKENS
     return auto, k

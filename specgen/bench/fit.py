@@ -37,7 +37,7 @@ def check_lengths(jobs: list[Job], longest_context: int) -> None:
     raise UsageError(
         f"--input-len {input_len} and --output-len {output_len} are {longest.longest:,} tokens, "
         f"the model takes {longest_context:,}",
-        f"give --input-len {room}" if room > 0 else f"give fewer than {longest_context} in all",
+        f"give --input-len {room}" if room > 0 else f"give at most {longest_context} in all",
     )
 
 
@@ -56,8 +56,10 @@ def check_batch(jobs: list[Job], config: ResolvedConfig, num_blocks: int) -> Non
         fitting = num_blocks // blocks_per_row
         if fitting >= at_once:
             continue
-        remedies = [f"--batch-size {fitting}"] if fitting else []
-        remedies.append("shorter rows")
+        remedies = [f"--batch-size {fitting}", "shorter rows"]
+        if not fitting:
+            longest = num_blocks // at_once * config.block_size - lookahead
+            remedies = [f"--batch-size {at_once} with rows of {longest}"] if longest > 1 else []
         if config.device == "cuda":
             remedies.append("a higher --gpu-memory-utilization")
         raise UsageError(

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from specgen.commands.flags import DRAFT, with_options
+from specgen.commands.run_options import sampling_of
 from specgen.config import (
     DEVICES,
     DTYPES,
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["bench"]
 
 _INPUT_LEN = _OUTPUT_LEN = 256
+_MOST_ROWS, _MOST_RUNS = 1_000_000, 1_000
 _JOB_FLAGS = ("batch_size", "input_len", "output_len")
 _CONFIG_FLAGS = (
     "dtype", "device", "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization",
@@ -44,8 +47,8 @@ def _sizes(ctx: click.Context, param: click.Parameter, value: str | None) -> tup
         sizes = None if value is None else tuple(int(part) for part in value.split(","))
     except ValueError:
         sizes = (0,)
-    if sizes is not None and min(sizes) < 1:
-        raise click.BadParameter("must be numbers of rows, such as 1,8,64")
+    if sizes is not None and not 1 <= min(sizes) <= max(sizes) <= _MOST_ROWS:
+        raise click.BadParameter(f"must be numbers of rows to {_MOST_ROWS:,}, such as 1,8,64")
     return sizes
 
 
@@ -99,13 +102,13 @@ _FLAGS = [
     ),
     click.option(
         "--repeat",
-        type=click.IntRange(min=1),
+        type=click.IntRange(1, _MOST_RUNS),
         default=1,
         show_default=True,
         metavar="N",
         help="Runs of each measurement that count, with other prompts and draws each.",
     ),
-    click.option("--temperature", type=click.FloatRange(min=0.0), default=1.0, show_default=True),
+    click.option("--temperature", type=float, default=1.0, show_default=True, metavar="T"),
     click.option("--seed", type=int, default=0, show_default=True),
 ]
 
@@ -135,9 +138,17 @@ def bench(**flags: Any) -> None:
     judged as they are.
     """
     jobs = _jobs(flags)
+    sampling_of({"temperature": flags["temperature"]}, {})
     if flags["synthetic_acceptance"] is not None:
         if flags["no_draft"]:
             raise UsageError("--synthetic-acceptance and --no-draft contradict each other")
+        given = click.get_current_context().get_parameter_source("rejection_sample")
+        if given is ParameterSource.COMMANDLINE and flags["rejection_sample"] != "synthetic":
+            raise UsageError(
+                f"--synthetic-acceptance and --rejection-sample {flags['rejection_sample']} "
+                "contradict each other",
+                "leave one of the two out",
+            )
         flags["rejection_sample"] = "synthetic"
     with tempfile.TemporaryDirectory(prefix="specgen-bench-") as directory:
         models = _models(flags, Path(directory))
@@ -152,6 +163,12 @@ def _jobs(flags: dict[str, Any]) -> list[Job]:
         if num_prompts is not None:
             raise UsageError("--num-prompts belongs to --job; otherwise --batch-size says it")
         input_len, output_len = flags["input_len"], flags["output_len"]
+        most = max(flags["batch_size"] or (1,))
+        if flags["max_num_seqs"] is not None and most > flags["max_num_seqs"]:
+            raise UsageError(
+                f"--batch-size {most}: --max-num-seqs {flags['max_num_seqs']} has fewer at a time",
+                "leave --max-num-seqs out, or raise it",
+            )
         return [
             fixed_job(batch, input_len or _INPUT_LEN, output_len or _OUTPUT_LEN)
             for batch in flags["batch_size"] or (1, 8, 64)

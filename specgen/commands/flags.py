@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -227,7 +228,9 @@ JOB = [
         metavar="I/N",
         help="Every N-th row, from the I-th on; join with specgen merge.",
     ),
-    _option("--limit", type=click.IntRange(min=0), metavar="N", help="Read at most N rows."),
+    _option(
+        "--limit", type=click.IntRange(0, sys.maxsize), metavar="N", help="Read at most N rows."
+    ),
     _option(
         "--time-limit",
         callback=_duration,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 import click
@@ -23,7 +24,9 @@ _MODEL_FLAGS = {
 @click.command()
 @click.argument("inputs", nargs=-1, required=True, metavar="INPUT...")
 @with_options(TOKENIZER, DATA)
-@click.option("--limit", type=click.IntRange(min=0), metavar="N", help="Read at most N rows.")
+@click.option(
+    "--limit", type=click.IntRange(0, sys.maxsize), metavar="N", help="Read at most N rows."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line.")
 def validate(inputs: tuple[str, ...], as_json: bool, **flags: Any) -> int:
     """Find bad, overlong and duplicate lines of INPUT, with their numbers.

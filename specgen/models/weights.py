@@ -14,6 +14,7 @@ from specgen.models.decoder import Decoder
 from specgen.models.draft_weights import inspect_draft, load_draft
 from specgen.models.dummy import fill_dummy
 from specgen.models.filling import FLOATS, check_tensors, fill_tensors, named_dtype
+from specgen.models.host_memory import refuse_what_does_not_fit
 from specgen.models.registry import read_model_config
 from specgen.models.target import TargetModel
 
@@ -68,9 +69,14 @@ def load_target(
             load_format=load_format,
             trust_remote_code=trust_remote_code,
         )
-    decoder = Decoder(
-        config, kernels, aux_layers, max_model_len=max_model_len, device=device, dtype=resolved
-    )
+
+    def build(place: torch.device | str) -> Decoder:
+        return Decoder(
+            config, kernels, aux_layers, max_model_len=max_model_len, device=place, dtype=resolved
+        )
+
+    refuse_what_does_not_fit(build("meta"), device, str(path))
+    decoder = build(device)
     slots = decoder.slots()
     if checkpoint is None:
         fill_dummy(slots)

@@ -111,7 +111,12 @@ def test_a_job_on_a_preset() -> None:
     [
         (("--batch-size", "0"), "numbers of rows"),
         (("--input-len", "900", "--output-len", "200"), "give --input-len 824"),
-        (("--output-len", "2000"), "give fewer than 1024 in all"),
+        (("--output-len", "2000"), "give at most 1024 in all"),
+        (("--batch-size", "4", "--max-num-seqs", "3"), "--max-num-seqs 3 has fewer at a time"),
+        (("--batch-size", "100000000"), "numbers of rows to 1,000,000"),
+        (("--synthetic-acceptance", "0.9"), "is the rate of one draft"),
+        (("--synthetic-acceptance", "2", "--rejection-sample", "standard"), "contradict"),
+        (("--num-speculative-tokens", "auto:99999"), "with N from 1 to 32"),
         (("--job", "mixed"), "rows of 1,955 tokens, the model takes 1,024"),
         (("--job", "mixed", "--batch-size", "4"), "has lengths of its own"),
         (("--num-prompts", "4"), "--num-prompts belongs to --job"),
@@ -125,6 +130,10 @@ def test_a_job_on_a_preset() -> None:
         (
             ("--model", "llama-3.1-8b", "--input-len", "9000", "--batch-size", "1"),
             "that is 0 rows of 9,256",
+        ),
+        (
+            ("--model", "llama-3.1-8b", "--input-len", "9000", "--batch-size", "1"),
+            "give --batch-size 1 with rows of 7",
         ),
     ],
 )
