@@ -1,9 +1,11 @@
 """Which cut of a product of few rows is fastest: the measurements behind ``choose_plan``.
 
 Tries every plan of a list on the shapes of a Llama-3.1-8B step, with EAGLE-3 head, and prints the
-best ones beside the library's time and the plan that the rules choose.
+best ones beside the library's time and the plan that the rules choose. With more rows than any plan
+is for, the library's product in two halves of K is measured beside the whole one; the norm behind,
+which adds the halves, is not in these times.
 
-    python -m benchmarks.skinny_products --rows 1,8,32,64
+    python -m benchmarks.skinny_products --rows 1,8,32,64,128,256
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from torch.nn import functional
 from benchmarks.gpu_timing import copy_bandwidth, graph_us
 from benchmarks.record import write_record
 from specgen.kernels.activation import silu_mul
-from specgen.kernels.linear import Plan, choose_plan, multiply
+from specgen.kernels.linear import Plan, choose_plan, multiply, multiply_halves
 
 SHAPES = {  # columns, K, gated, may come in parts
     "qkv": (6144, 4096, False, False),
@@ -47,6 +49,16 @@ TILES = [
     Plan(64, 128, 4, 5),
 ]
 LARGEST_ERROR = 1e-2
+
+
+def plans_of(rows: int, gated: bool, in_parts: bool) -> list[Plan]:
+    """What can be tried with so many rows; nothing where all are too many for one tile."""
+    if rows == 1:
+        return LINES
+    if rows > (128 if gated else 64):
+        return []
+    parts = (1, 2, 4) if in_parts else (1,)
+    return [plan._replace(parts=p) for plan in TILES for p in parts]
 
 
 def measure(
@@ -90,9 +102,7 @@ def main(row_counts: str, output_dir: str | None, name: str) -> None:
                 return silu_mul(out) if gated else out
 
             expected = library(weights[0]).float()
-            plans = LINES if rows == 1 else TILES
-            if in_parts and rows > 1:
-                plans = [plan._replace(parts=parts) for plan in plans for parts in (1, 2, 4)]
+            plans = plans_of(rows, gated, in_parts)
             times = {plan: measure(x, weights, plan, gated, expected) for plan in plans}
             ranked = sorted((us, tuple(plan)) for plan, us in times.items() if us is not None)
             chosen = choose_plan(x, weights[0], gated=gated, in_parts=in_parts)
@@ -106,11 +116,16 @@ def main(row_counts: str, output_dir: str | None, name: str) -> None:
                 "chosen": None if chosen is None else tuple(chosen),
                 "plans": [(round(us, 2), plan) for us, plan in ranked],
             }
+            if in_parts and rows > 64:
+                row["halves_us"] = round(
+                    graph_us(lambda w=weights, x=x: [multiply_halves(x, one) for one in w], copies),
+                    2,
+                )
             results.append(row)
             best = " ".join(f"{us:.1f} {plan}" for us, plan in ranked[:3])
             click.echo(
                 f"{rows:3d} {shape:13s} floor {row['floor_us']} library {row['library_us']} "
-                f"chosen {row['chosen']} | {best}"
+                f"halves {row.get('halves_us')} chosen {row['chosen']} | {best}"
             )
     click.echo(f"wrote {write_record(name, {'results': results}, output_dir)}")
 
