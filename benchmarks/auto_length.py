@@ -8,6 +8,9 @@ change between cells. ``none`` is an engine that has no draft at all.
 A mean acceptance length L is what a head with the same chance at every position reaches with three
 drafts: the rates are a, a^2, a^3, ... with 1 + a + a^2 + a^3 = L.
 
+Rows follow one another, with outputs from a quarter to seven quarters of the mean: in a job of one
+batch whose rows all end at once without drafts and apart with them, the end would decide.
+
 With few rows the luck of the draws decides more than what is compared. So speeds are told as they
 would be with as many drafts accepted as the rates say: ``tok_s`` times the tokens that the judged
 drafts should have given over those that they gave. Each length is run in several rounds, all ways
@@ -18,6 +21,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import random
 import statistics
 import tempfile
 import time
@@ -29,14 +33,22 @@ import torch
 
 from benchmarks.record import write_record
 from specgen import Engine, EngineConfig
-from specgen.bench.jobs import fixed_job
+from specgen.bench.jobs import Job
 from specgen.bench.measure import measure
 from specgen.bench.presets import PRESETS, head_of, write_preset
 from specgen.pipeline.draft_length import AutoDraftLength, DraftLength, FixedDraftLength
 from specgen.synthetic import conditional_rates
 
 LENGTH_AT = 3  # drafts with which a mean length is reached
-SMALL_BATCH, RUNS_OF_SMALL = 64, 4  # fewer rows than that are run so often in a round
+ROWS_OF_A_SLOT, ROWS_OF_A_LARGE_BATCH_SLOT, LARGE_BATCH = 4, 2, 128
+
+
+def staggered_job(batch: int, input_len: int, output_len: int) -> Job:
+    """Rows that take each other's places, their outputs ``output_len`` long in the mean."""
+    rows = batch * (ROWS_OF_A_SLOT if batch < LARGE_BATCH else ROWS_OF_A_LARGE_BATCH_SLOT)
+    rng = random.Random(0)
+    lengths = (rng.randint(output_len // 4, 2 * output_len - output_len // 4) for _ in range(rows))
+    return Job("staggered", tuple((input_len, length) for length in lengths))
 
 
 def rates_of(length: float, num_rates: int) -> tuple[float, ...]:
@@ -71,15 +83,16 @@ class Bench:
 
     def run(self, batch: int, way: str, chooser: DraftLength | None) -> dict[str, Any]:
         """Measure one cell; None keeps the chooser. The first time of a way warms up for it."""
+        scheduler = self.engine._scheduler
         if chooser is not None:
-            self.engine._scheduler.draft_length = chooser
+            scheduler.draft_length = chooser
+        scheduler.limits.num_seqs = scheduler.limits._max_num_seqs = batch
         self._seed += 1
         measured = measure(
             self.engine,
-            fixed_job(batch, *self._lengths),
+            staggered_job(batch, *self._lengths),
             temperature=1.0,
             seed=self._seed,
-            num_runs=RUNS_OF_SMALL if batch < SMALL_BATCH else 1,
             warms_up=(batch, way) not in self._has_run,
         )
         self._has_run.add((batch, way))
@@ -107,7 +120,7 @@ def _numbers(kind: type) -> Any:
 @click.option("--max-k", default=5)
 @click.option("--input-len", default=64)
 @click.option("--output-len", default=128)
-@click.option("--rounds", default=2)
+@click.option("--rounds", default=1)
 @click.option("--output-dir", type=click.Path(path_type=Path), default=None)
 @click.option("--name", default="auto_length")
 def main(
@@ -127,7 +140,7 @@ def main(
         options: dict[str, Any] = {
             "skip_tokenizer_init": True,
             "max_num_seqs": max(batches),
-            "max_model_len": input_len + output_len,
+            "max_model_len": input_len + 2 * output_len,
         }
         head = None
         if model in PRESETS:
