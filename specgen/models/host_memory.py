@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
 from torch import nn
 
 from specgen.errors import EnvironmentProblem
@@ -23,19 +22,16 @@ def available_memory() -> int:
     return 2**63
 
 
-def refuse_what_does_not_fit(skeleton: nn.Module, device: torch.device | str, name: str) -> None:
-    """Check that a model's parameters fit the host's memory, where that is where they go.
+def refuse_what_does_not_fit(skeleton: nn.Module, name: str) -> None:
+    """Check that a model's parameters fit the host's memory.
 
     Args:
         skeleton: the model, of tensors without memory in the dtype that it will have.
-        device: where it is to go.
         name: of the model, for the message.
 
     Raises:
         EnvironmentProblem: they do not; a system would end the process without a word.
     """
-    if torch.device(device).type != "cpu":
-        return
     num_bytes = sum(weight.nbytes for weight in skeleton.parameters())
     available = available_memory()
     if num_bytes > available:

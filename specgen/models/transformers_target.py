@@ -20,6 +20,7 @@ from specgen.errors import ModelError
 from specgen.models.attention import AttentionMetadata, KVCache
 from specgen.models.config import ModelConfig
 from specgen.models.dummy import fill_dummy
+from specgen.models.host_memory import refuse_what_does_not_fit
 from specgen.models.rotary import TABLE_MARGIN, build_cos_sin
 from specgen.models.transformers_attention import ATTENTION_NAME, PagedPass, register_attention
 from specgen.models.transformers_config import causal_class, load_auto_config, quiet
@@ -69,18 +70,23 @@ def load_transformers_target(
     """
     register_attention()
     auto_config = load_auto_config(path, trust_remote_code)
-    with quiet():
+
+    def build(place: torch.device | str) -> Any:
         if load_format == "dummy":
-            model = _from_config(auto_config, device, dtype, trust_remote_code)
-        else:
-            model = fill_from_checkpoint(
-                causal_class(auto_config, path, trust_remote_code),
-                auto_config,
-                path,
-                device=device,
-                dtype=dtype,
-                attn_implementation=ATTENTION_NAME,
-            )
+            return _from_config(auto_config, place, dtype, trust_remote_code)
+        return fill_from_checkpoint(
+            causal_class(auto_config, path, trust_remote_code),
+            auto_config,
+            path,
+            device=place,
+            dtype=dtype,
+            attn_implementation=ATTENTION_NAME,
+        )
+
+    with quiet():
+        if torch.device(device).type == "cpu":
+            refuse_what_does_not_fit(build("meta"), str(path))
+        model = build(device)
     # What no checkpoint stores, such as frequencies, transformers makes on the host.
     model = model.to(device).eval().requires_grad_(False)
     return TransformersTarget(

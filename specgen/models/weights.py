@@ -75,7 +75,8 @@ def load_target(
             config, kernels, aux_layers, max_model_len=max_model_len, device=place, dtype=resolved
         )
 
-    refuse_what_does_not_fit(build("meta"), device, str(path))
+    if torch.device(device).type == "cpu":
+        refuse_what_does_not_fit(build("meta"), str(path))
     decoder = build(device)
     slots = decoder.slots()
     if checkpoint is None:
