@@ -52,14 +52,18 @@ def check_batch(jobs: list[Job], config: ResolvedConfig, num_blocks: int) -> Non
             continue  # a whole job may queue
         at_once = min(job.batch, config.max_num_seqs)
         lookahead = 2 * config.num_speculative_tokens
+        blocks_of_lookahead = -(-(1 + lookahead) // config.block_size)
         blocks_per_row = -(-(job.longest + lookahead) // config.block_size)
         fitting = num_blocks // blocks_per_row
         if fitting >= at_once:
             continue
         remedies = [f"--batch-size {fitting}", "shorter rows"]
         if not fitting:
-            longest = num_blocks // at_once * config.block_size - lookahead
-            remedies = [f"--batch-size {at_once} with rows of {longest}"] if longest > 1 else []
+            rows = min(at_once, max(num_blocks // (2 * blocks_of_lookahead), 1))
+            longest = num_blocks // rows * config.block_size - lookahead
+            remedies = [f"--batch-size {rows} with rows of at most {longest}"]
+            if longest < 2:
+                remedies = ["a machine with more memory"]
         if config.device == "cuda":
             remedies.append("a higher --gpu-memory-utilization")
         raise UsageError(

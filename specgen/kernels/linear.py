@@ -223,16 +223,11 @@ def _pays_in_parts(x: Tensor, weight: Tensor) -> bool:
     GPU idle. Measured as the rules of `choose_plan` are.
     """
     num_rows, inner = x.shape
-    width = weight.shape[0]
-    if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16) or num_rows <= _MOST_ROWS:
+    if not x.is_cuda or not _is_measured(x, weight):
         return False
-    if (
-        width * inner < _FEWEST_WEIGHTS
-        or inner % (8 * _LIBRARY_PARTS)
-        or not _is_measured(x.device)
-    ):
+    if num_rows <= _MOST_ROWS or inner % (8 * _LIBRARY_PARTS):
         return False
-    num_tiles: int = triton.cdiv(width, _TILE) * triton.cdiv(num_rows, _TILE)
+    num_tiles: int = triton.cdiv(weight.shape[0], _TILE) * triton.cdiv(num_rows, _TILE)
     return num_tiles <= _FEW_TILES
 
 
@@ -284,9 +279,7 @@ def choose_plan(x: Tensor, weight: Tensor, *, gated: bool, in_parts: bool = Fals
     num_rows, inner = x.shape
     width = weight.shape[0]
     most = _MOST_GATED_ROWS if gated else _MOST_ROWS
-    if x.dtype not in (torch.bfloat16, torch.float16) or not 0 < num_rows <= most:
-        return None
-    if width * inner < _FEWEST_WEIGHTS or not _is_measured(x.device):
+    if not 0 < num_rows <= most or not _is_measured(x, weight):
         return None
     if num_rows == 1:
         return _plan_of_one_row(inner, gated)
@@ -321,9 +314,14 @@ def _plan_of_many_columns(num_rows: int) -> Plan:
     return Plan(64, 64, 4, 8, swapped=True) if num_rows <= 32 else Plan(128, 64, 4, 6, swapped=True)
 
 
-def _is_measured(device: torch.device) -> bool:
-    """Whether the plans are for this device; a CPU runs them in Triton's interpreter."""
-    return device.type == "cpu" or _capability(device.index) == (9, 0)
+def _is_measured(x: Tensor, weight: Tensor) -> bool:
+    """Whether the rules are for this type, device and size of weights.
+
+    A CPU runs the plans in Triton's interpreter.
+    """
+    if x.dtype not in (torch.bfloat16, torch.float16) or weight.numel() < _FEWEST_WEIGHTS:
+        return False
+    return x.device.type == "cpu" or _capability(x.device.index) == (9, 0)
 
 
 @functools.cache

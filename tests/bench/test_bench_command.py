@@ -114,6 +114,10 @@ def test_a_job_on_a_preset() -> None:
         (("--output-len", "2000"), "give at most 1024 in all"),
         (("--batch-size", "4", "--max-num-seqs", "3"), "--max-num-seqs 3 has fewer at a time"),
         (("--batch-size", "100000000"), "numbers of rows to 1,000,000"),
+        (
+            ("--model", "llama-3.1-8b", "--input-len", "9000", "--batch-size", "1000"),
+            "give --batch-size 248 with rows of at most 26",
+        ),
         (("--synthetic-acceptance", "0.9"), "is the rate of one draft"),
         (("--synthetic-acceptance", "2", "--rejection-sample", "standard"), "contradict"),
         (("--num-speculative-tokens", "auto:99999"), "with N from 1 to 32"),
@@ -133,7 +137,7 @@ def test_a_job_on_a_preset() -> None:
         ),
         (
             ("--model", "llama-3.1-8b", "--input-len", "9000", "--batch-size", "1"),
-            "give --batch-size 1 with rows of 7",
+            "give --batch-size 1 with rows of at most 7",
         ),
     ],
 )
