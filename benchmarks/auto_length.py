@@ -8,23 +8,23 @@ change between cells. ``none`` is an engine that has no draft at all.
 A mean acceptance length L is what a head with the same chance at every position reaches with three
 drafts: the rates are a, a^2, a^3, ... with 1 + a + a^2 + a^3 = L.
 
-Rows follow one another, with outputs from a quarter to seven quarters of the mean: in a job of one
-batch whose rows all end at once without drafts and apart with them, the end would decide.
-
-With few rows the luck of the draws decides more than what is compared. So speeds are told as they
-would be with as many drafts accepted as the rates say: ``tok_s`` times the tokens that the judged
-drafts should have given over those that they gave. Each length is run in several rounds, all ways
-in turns; the chooser has seen one such job before, as it has after the first rows of a file.
+What is compared is the speed of decode steps of a full batch, whose rows follow one another with
+outputs from a quarter to seven quarters of the mean: the tokens that the judged drafts give in
+expectation, over the time from the end of the step before to their own. The luck of the draws, and
+an end of a job in which a few rows happen to run on alone, would otherwise decide more than what is
+compared. The chooser has seen as many steps before, as it has after the first rows of a file.
 """
 
 from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import random
-import statistics
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,22 +33,16 @@ import torch
 
 from benchmarks.record import write_record
 from specgen import Engine, EngineConfig
-from specgen.bench.jobs import Job
-from specgen.bench.measure import measure
+from specgen.bench.jobs import Job, make_rows
 from specgen.bench.presets import PRESETS, head_of, write_preset
 from specgen.pipeline.draft_length import AutoDraftLength, DraftLength, FixedDraftLength
+from specgen.pipeline.request import PromptRow
+from specgen.pipeline.step_record import RowRecord
 from specgen.synthetic import conditional_rates
 
 LENGTH_AT = 3  # drafts with which a mean length is reached
-ROWS_OF_A_SLOT, ROWS_OF_A_LARGE_BATCH_SLOT, LARGE_BATCH = 4, 2, 128
-
-
-def staggered_job(batch: int, input_len: int, output_len: int) -> Job:
-    """Rows that take each other's places, their outputs ``output_len`` long in the mean."""
-    rows = batch * (ROWS_OF_A_SLOT if batch < LARGE_BATCH else ROWS_OF_A_LARGE_BATCH_SLOT)
-    rng = random.Random(0)
-    lengths = (rng.randint(output_len // 4, 2 * output_len - output_len // 4) for _ in range(rows))
-    return Job("staggered", tuple((input_len, length) for length in lengths))
+# Full steps that are measured, and of a fixed length that many before them.
+STEPS, STEPS_OF_ONE_ROW, STEPS_OF_A_FIXED_LENGTH, WARM_UP = 240, 400, 60, 10
 
 
 def rates_of(length: float, num_rates: int) -> tuple[float, ...]:
@@ -63,15 +57,60 @@ def rates_of(length: float, num_rates: int) -> tuple[float, ...]:
     return tuple(low ** (i + 1) for i in range(num_rates))
 
 
+class Watch:
+    """Passes on to a chooser, and counts what full steps took and gave."""
+
+    def __init__(self, chooser: DraftLength, batch: int, rates: tuple[float, ...]) -> None:
+        self._chooser = chooser
+        self._batch = batch
+        self._gained = (*itertools.accumulate(rates, initial=1.0),)  # by drafts judged
+        self.num_steps = 0  # full ones, since the beginning
+        self.reset()
+
+    def reset(self) -> None:
+        """Count from here."""
+        self.tokens = self.seconds = 0.0
+        self.steps_by_k: Counter[int] = Counter()
+
+    def choose(self, num_rows: int, limit: int) -> int:
+        """As the chooser does."""
+        return self._chooser.choose(num_rows, limit)
+
+    def observe(
+        self, records: Iterable[RowRecord], num_rows: int, k: int, seconds: float | None
+    ) -> None:
+        """A step."""
+        records = list(records)
+        self._chooser.observe(records, num_rows, k, seconds)
+        if num_rows == self._batch and seconds is not None:
+            # Rows that had ended when the step was launched cost time and give nothing.
+            judged = (record.num_draft_tokens for record in records)
+            self.tokens += sum(self._gained[num] for num in judged if num >= 0)
+            self.seconds += seconds
+            self.steps_by_k[k] += 1
+            self.num_steps += 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """What was counted."""
+        return {
+            "tok_s": round(self.tokens / self.seconds, 1),
+            "ms": round(1e3 * self.seconds / self.steps_by_k.total(), 4),
+            "steps_by_k": {str(k): n for k, n in sorted(self.steps_by_k.items())},
+        }
+
+
 class Bench:
-    """An engine with a draft whose chooser and rates can be replaced between measurements."""
+    """An engine whose chooser and rates can be replaced between measurements.
+
+    Args:
+        lengths: prompt tokens, and output tokens in the mean.
+    """
 
     def __init__(self, config: EngineConfig, lengths: tuple[int, int]) -> None:
         self.engine = Engine(config)
         self._lengths = lengths
         self._rates: tuple[float, ...] = ()
         self._seed = 0
-        self._has_run: set[tuple[int, str]] = set()
         # An engine times its steps once, not in every run.
         self._time_step = functools.cache(self.engine._runner.time_inert_step)
 
@@ -81,28 +120,42 @@ class Bench:
         held: Any = self.engine._runner._rejection_sampler._synthetic_rates
         held.copy_(torch.tensor(conditional_rates(rates), device=held.device))
 
-    def run(self, batch: int, way: str, chooser: DraftLength | None) -> dict[str, Any]:
-        """Measure one cell; None keeps the chooser. The first time of a way warms up for it."""
+    def run(
+        self, batch: int, chooser: DraftLength, num_steps: int, num_before: int
+    ) -> dict[str, Any]:
+        """Measure so many full steps, after some that do not count."""
         scheduler = self.engine._scheduler
-        if chooser is not None:
-            scheduler.draft_length = chooser
+        watch = scheduler.draft_length = Watch(chooser, batch, self._rates)
         scheduler.limits.num_seqs = scheduler.limits._max_num_seqs = batch
         self._seed += 1
-        measured = measure(
-            self.engine,
-            staggered_job(batch, *self._lengths),
-            temperature=1.0,
-            seed=self._seed,
-            warms_up=(batch, way) not in self._has_run,
-        )
-        self._has_run.add((batch, way))
-        result = measured.to_dict()
-        stats, num_tokens = measured.speculation, measured.num_output_tokens
-        drafted = zip(stats.drafted_per_position, self._rates, strict=False)
-        expected = sum(count * rate for count, rate in drafted)
-        luck = (num_tokens - sum(stats.accepted_per_position) + expected) / num_tokens
-        names = ("tok_s", "mean_acceptance_length", "decode_steps_by_k")
-        return {name: result[name] for name in names} | {"expected_tok_s": result["tok_s"] * luck}
+        rows, engine = self._rows(), self.engine
+        found: dict[str, Any] = {}
+        num_steps += num_before
+        while engine.has_unfinished() or not found:
+            while not found and engine.num_waiting + engine.num_running <= batch + batch // 8:
+                engine.add_request(next(rows))
+            for output in engine.step():
+                if output.error is not None:
+                    raise output.error
+            num_counted = watch.num_steps
+            if num_counted == num_before:
+                watch.reset()
+            if not found and num_counted >= num_steps:
+                found = watch.to_dict()
+        return found
+
+    def _rows(self) -> Iterator[PromptRow]:
+        """Without end."""
+        rng = random.Random(self._seed)
+        input_len, output_len = self._lengths
+        while True:
+            length = rng.randint(output_len // 4, 2 * output_len - output_len // 4)
+            yield from make_rows(
+                Job("row", ((input_len, length),)),
+                vocab_size=self.engine.config.vocab_size,
+                temperature=1.0,
+                seed=rng.getrandbits(32),
+            )
 
     def auto(self, max_k: int) -> AutoDraftLength:
         """A chooser that has seen no draft yet."""
@@ -119,8 +172,7 @@ def _numbers(kind: type) -> Any:
 @click.option("--length", "lengths", default="1,1.5,2.5", callback=_numbers(float))
 @click.option("--max-k", default=5)
 @click.option("--input-len", default=64)
-@click.option("--output-len", default=128)
-@click.option("--rounds", default=1)
+@click.option("--output-len", default=96)
 @click.option("--output-dir", type=click.Path(path_type=Path), default=None)
 @click.option("--name", default="auto_length")
 def main(
@@ -130,7 +182,6 @@ def main(
     max_k: int,
     input_len: int,
     output_len: int,
-    rounds: int,
     output_dir: Path | None,
     name: str,
 ) -> None:
@@ -148,7 +199,7 @@ def main(
             options |= {"model": str(write_preset(model, Path(directory))), "load_format": "dummy"}
         cell = (input_len, output_len)
         plain = Bench(EngineConfig(no_draft=True, **options), cell)
-        none = {batch: [plain.run(batch, "none", None) for _ in range(rounds)] for batch in batches}
+        none = {batch: fixed(plain, batch, 0) for batch in batches}
         del plain
         gc.collect()
         if torch.cuda.is_available():
@@ -168,21 +219,27 @@ def main(
         for batch in batches:
             for length in lengths:
                 bench.set_rates(rates_of(length, max_k))
-                results.append(
-                    {"length": length, "batch": batch} | compare(bench, batch, max_k, rounds)
-                )
-                found = results[-1]
-                found["ways"]["none"] = none[batch]
-                speeds = {way: speed_of(runs) for way, runs in found["ways"].items()}
+                ways = compare(bench, batch, max_k) | {"none": none[batch]}
+                speeds = {way: found["tok_s"] for way, found in ways.items()}
                 auto = speeds.pop("auto")
-                found["best"] = best = max(speeds, key=lambda way: speeds[way])
-                found["auto_to_best"] = ratio = round(auto / speeds[best], 4)
+                best = max(speeds, key=lambda way: speeds[way])
+                cell_found = {
+                    "length": length,
+                    "batch": batch,
+                    "ways": ways,
+                    "best": best,
+                    "auto_to_best": round(auto / speeds[best], 4),
+                    "auto_to_best_with_draft": round(
+                        auto / max(speed for way, speed in speeds.items() if way != "none"), 4
+                    ),
+                }
+                results.append(cell_found)
                 shown = "  ".join(f"{way} {speed:.0f}" for way, speed in speeds.items())
-                steps = [run["decode_steps_by_k"] for run in found["ways"]["auto"]]
                 click.echo(
                     f"length {length:g}, {batch:>3} rows: {shown}  auto {auto:.0f} "
-                    f"({ratio:.3f} of k = {best}; {steps[-1]}; "
-                    f"{time.perf_counter() - started:.0f} s)"
+                    f"({cell_found['auto_to_best']:.3f} of k = {best}; "
+                    f"{cell_found['auto_to_best_with_draft']:.3f} of those with a draft; "
+                    f"{ways['auto']['steps_by_k']}; {time.perf_counter() - started:.0f} s)"
                 )
                 # Written each time: what was measured is not lost if time runs out.
                 payload = {"input_len": input_len, "output_len": output_len, "results": results}
@@ -190,21 +247,17 @@ def main(
     click.echo(f"wrote {path}")
 
 
-def compare(bench: Bench, batch: int, max_k: int, rounds: int) -> dict[str, Any]:
-    """Every fixed length and the chosen one, in turns."""
-    ways: dict[str, list[dict[str, Any]]] = {}
-    chooser = bench.auto(max_k)
-    bench.run(batch, "settling", chooser)
-    for _ in range(rounds):
-        for k in range(max_k + 1):
-            ways.setdefault(str(k), []).append(bench.run(batch, str(k), FixedDraftLength(k)))
-        ways.setdefault("auto", []).append(bench.run(batch, "auto", chooser))
-    return {"ways": ways}
+def compare(bench: Bench, batch: int, max_k: int) -> dict[str, dict[str, Any]]:
+    """Every fixed length and the chosen one."""
+    ways = {str(k): fixed(bench, batch, k) for k in range(max_k + 1)}
+    num_steps = STEPS_OF_ONE_ROW if batch == 1 else STEPS
+    ways["auto"] = bench.run(batch, bench.auto(max_k), num_steps, num_steps)
+    return ways
 
 
-def speed_of(runs: list[dict[str, Any]]) -> float:
-    """The median round's tokens a second."""
-    return statistics.median(run["expected_tok_s"] for run in runs)
+def fixed(bench: Bench, batch: int, k: int) -> dict[str, Any]:
+    """Always k drafts."""
+    return bench.run(batch, FixedDraftLength(k), STEPS_OF_A_FIXED_LENGTH, WARM_UP)
 
 
 if __name__ == "__main__":

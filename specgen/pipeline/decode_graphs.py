@@ -75,6 +75,11 @@ class DecodeGraphs:
         """The largest batch that can be run; less than there was after memory ran out."""
         return self._buckets[-1]
 
+    @property
+    def num_graphs(self) -> int:
+        """Graphs captured so far and not forgotten."""
+        return len(self._graphs)
+
     def bucket(self, num_rows: int) -> int:
         """The smallest captured batch size that holds ``num_rows``.
 

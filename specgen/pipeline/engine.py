@@ -61,6 +61,7 @@ class Engine:
         self._num_generated_tokens = 0
         self._num_steps = 0
         self._num_decode_steps_by_k: Counter[int] = Counter()
+        self._num_graphs = 0  # at the last decode step
 
     @property
     def num_running(self) -> int:
@@ -270,7 +271,10 @@ class Engine:
         k = scheduled.num_speculative_tokens
         record = self._runner.decode(scheduled.decode, k, scheduled.max_num_tokens)
         self._num_decode_steps_by_k[k] += 1
-        self._in_flight.push(scheduled.decode, record, k)
+        # A step that waited for a capture, or for the measurement of others, tells nothing.
+        num_graphs, self._num_graphs = self._num_graphs, self._pipeline.num_graphs
+        is_timed = num_graphs == self._num_graphs
+        self._in_flight.push(scheduled.decode, record, k, is_timed=is_timed)
 
     def _read_record(self) -> None:
         """Wait for the oldest step under way, if there is one, and account for it."""

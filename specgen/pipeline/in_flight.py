@@ -32,7 +32,7 @@ class ReadStep:
         records: What it did to each of them.
         num_speculative_tokens: The k of a decode step; None for a prefill step.
         seconds: From the end of the step before it to its own, waits for the host included; None
-            if nothing ran before.
+            if nothing ran before, or if that is known to tell nothing.
     """
 
     requests: Sequence[Request]
@@ -52,6 +52,7 @@ class _Launched:
     number: int
     width: int
     num_speculative_tokens: int | None
+    is_timed: bool
 
 
 class InFlight:
@@ -86,7 +87,12 @@ class InFlight:
         return len(self._steps) > self.max_lag
 
     def push(
-        self, requests: Sequence[Request], record: torch.Tensor, num_speculative_tokens: int | None
+        self,
+        requests: Sequence[Request],
+        record: torch.Tensor,
+        num_speculative_tokens: int | None,
+        *,
+        is_timed: bool = True,
     ) -> None:
         """Have the record of the step just launched copied to the host.
 
@@ -94,13 +100,16 @@ class InFlight:
             requests: The rows of the step.
             record: Int32 [R or more, width], on the device; its first R rows are theirs.
             num_speculative_tokens: The k of a decode step; None for a prefill step.
+            is_timed: Whether the time until its end says how long such a step takes.
         """
         assert len(self._steps) <= _LARGEST_LAG, "a record would overwrite one that is not read"
         num_rows, width = len(requests), record.shape[1]
         self._num_launched += 1
         self._view(self._num_launched, num_rows, width).copy_(record[:num_rows], non_blocking=True)
         self._end(self._num_launched).mark()
-        self._steps.append(_Launched(requests, self._num_launched, width, num_speculative_tokens))
+        self._steps.append(
+            _Launched(requests, self._num_launched, width, num_speculative_tokens, is_timed)
+        )
 
     def pop(self) -> ReadStep:
         """Wait for the oldest step and read its record."""
@@ -108,7 +117,9 @@ class InFlight:
         end = self._end(step.number)
         end.wait()
         records = unpack_record(self._view(step.number, len(step.requests), step.width))
-        seconds = end.since(self._end(step.number - 1)) if step.number > 1 else None
+        seconds = None
+        if step.is_timed and step.number > 1:
+            seconds = end.since(self._end(step.number - 1))
         return ReadStep(step.requests, records, step.num_speculative_tokens, seconds)
 
     def clear(self) -> None:

@@ -76,6 +76,11 @@ class Pipeline:
         """Rows that a decode step can hold."""
         return self.config.max_num_seqs if self.graphs is None else self.graphs.max_num_rows
 
+    @property
+    def num_graphs(self) -> int:
+        """Captured decode steps."""
+        return 0 if self.graphs is None else self.graphs.num_graphs
+
     def forget_graphs(self) -> None:
         """Drop captured graphs after a persistent tensor was replaced."""
         if self.graphs is not None:

@@ -45,21 +45,20 @@ def test_the_best_length(num_rows: int, acceptance: list[float], best: int) -> N
     assert best_draft_length(seconds, acceptance) == best
 
 
-def test_the_present_length_stays_unless_a_longer_one_is_clearly_better() -> None:
+def test_the_present_length_stays_unless_a_longer_one_is_better_by_more_than_the_margin() -> None:
     seconds = [1.0, 1.1]
-    assert best_draft_length(seconds, [0.125], 0) == 0
-    assert best_draft_length(seconds, [0.125]) == 1
-    assert best_draft_length(seconds, [0.125], 1) == 1
-    assert best_draft_length(seconds, [0.2], 0) == 1
-    assert best_draft_length(seconds, [0.05], 1) == 0
-    assert best_draft_length(seconds, [0.2], 5) == 1, "a k that is out of reach now"
+    assert best_draft_length(seconds, [0.105], 0) == 0, "better by half a hundredth"
+    assert best_draft_length(seconds, [0.12], 0) == 1, "by two"
+    assert best_draft_length(seconds, [0.109], 1) == 1
+    assert best_draft_length(seconds, [0.103], 1) == 0, "a shorter one as good is taken"
+    assert best_draft_length(seconds, [0.12], 5) == 1, "a k that is out of reach now"
 
 
-def test_of_lengths_nearly_as_good_the_shortest_is_taken() -> None:
+def test_of_lengths_nearly_as_good_the_shortest_is_taken_at_first() -> None:
     seconds, acceptance = [1.0, 1.1, 1.17], [0.105, 0.7]
     rates = [expected_tokens(acceptance, k) / seconds[k] for k in range(3)]
     assert rates[0] < rates[1] < rates[2] < 1.01 * rates[0]
-    assert [best_draft_length(seconds, acceptance, k) for k in (None, 0, 1, 2)] == [0] * 4
+    assert best_draft_length(seconds, acceptance) == 0
 
 
 class World:
@@ -71,12 +70,19 @@ class World:
         self.rng = random.Random(seed)
         self.measured: list[tuple[int, int]] = []
         self.pending = 0
+        self.tokens = self.ms = 0.0  # expected, a row; passed
 
     def measure(self, num_rows: int, k: int) -> float:
         self.measured.append((num_rows, k))
         return target_ms(num_rows, k) / 1e3
 
-    def step(self, auto: AutoDraftLength, num_rows: int, limit: int = 4) -> int:
+    def step(
+        self,
+        auto: AutoDraftLength,
+        num_rows: int,
+        limit: int = 4,
+        seen_ms: float | None = None,
+    ) -> int:
         """Choose, run and observe a step; drafts of a step are judged in the next one."""
         k = auto.choose(num_rows, limit)
         judged = min(k, self.pending)
@@ -87,9 +93,15 @@ class World:
                 accepted += 1
             records.append(RowRecord([7] * (accepted + 1), accepted + 1, judged, 0))
         self.pending = k
-        seconds = (target_ms(num_rows, k) + self.extra_ms * num_rows) / 1e3
-        auto.observe(records, num_rows, k, seconds)
+        ms = self.real_ms(num_rows, k)
+        self.ms += ms
+        self.tokens += expected_tokens(self.rates, judged)
+        seen = ms * self.rng.uniform(0.98, 1.02) if seen_ms is None else seen_ms
+        auto.observe(records, num_rows, k, seen / 1e3)
         return k
+
+    def real_ms(self, num_rows: int, k: int) -> float:
+        return target_ms(num_rows, k) + self.extra_ms * num_rows
 
     def settled(self, auto: AutoDraftLength, num_rows: int) -> int:
         """The k that most of the last steps had."""
@@ -97,6 +109,14 @@ class World:
             self.step(auto, num_rows)
         last = [self.step(auto, num_rows) for _ in range(100)]
         return max(set(last), key=last.count)
+
+    def speed(self, auto: AutoDraftLength, num_rows: int, num_steps: int) -> float:
+        """Tokens that so many steps give, in those of the best fixed k."""
+        self.tokens = self.ms = 0.0
+        for _ in range(num_steps):
+            self.step(auto, num_rows)
+        best = max(expected_tokens(self.rates, k) / self.real_ms(num_rows, k) for k in range(5))
+        return self.tokens / self.ms / best
 
 
 @pytest.mark.parametrize(
@@ -130,8 +150,8 @@ def test_a_draft_that_turned_useless_is_dropped_and_found_again_when_it_pays() -
     world.rates = [0.0] * 4
     for _ in range(3000):
         world.step(auto, 8)
-    ks = [world.step(auto, 8) for _ in range(2000)]
-    assert ks.count(0) > 0.98 * len(ks), "looking for a better draft may cost next to nothing"
+    speed = world.speed(auto, 8, 2000)
+    assert speed > 0.99, "looking for a better draft may cost next to nothing"
     world.rates = [0.9] * 4
     for _ in range(20_000):
         if world.step(auto, 8) == 4:
@@ -152,32 +172,53 @@ def test_reading_the_cache_counts_for_every_length() -> None:
     assert world.settled(AutoDraftLength(4, 256, world.measure), 128) == 1
 
 
+class OtherTimes(World):
+    """A device whose real steps take other times than its inert ones."""
+
+    def __init__(self, inert: list[float], real: list[float], rates: list[float], seed: int = 0):
+        super().__init__(rates, seed=seed)
+        self.inert, self.real = inert, real
+
+    def measure(self, num_rows: int, k: int) -> float:
+        return self.inert[k] / 1e3
+
+    def real_ms(self, num_rows: int, k: int) -> float:
+        return self.real[k]
+
+
+CHAIN = [0.693] * 4
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("num_slow_steps", [0, 1, 3])
 @pytest.mark.parametrize(
-    ("real", "best"),
+    ("inert", "real", "rates"),
     [
         # At a power limit: longer steps slow down more than they were measured to.
-        ([10.3, 17.8, 25.0, 33.0, 41.0], 0),
+        ([7.8, 13.0, 18.0, 23.0, 28.0], [10.3, 17.8, 25.0, 33.0, 41.0], CHAIN),
         # Long rows: what a step takes beyond its inert time is the same for every k.
-        ([13.0, 18.2, 23.2, 28.2, 33.2], 1),
+        ([7.8, 13.0, 18.0, 23.0, 28.0], [13.0, 18.2, 23.2, 28.2, 33.2], CHAIN),
+        # The same, three times what was measured.
+        ([7.8, 13.0, 18.0, 23.0, 28.0], [25.0, 30.2, 35.2, 40.2, 45.2], CHAIN),
+        # Inert steps were timed too long, as in a larger graph; the one in use is no exception.
+        ([4.6, 5.0, 5.2, 5.8, 6.0], [4.1, 4.6, 4.8, 5.3, 5.6], [0.0] * 4),
+        ([4.6, 5.0, 5.2, 5.8, 6.0], [4.1, 4.6, 4.8, 5.3, 5.6], [0.4] * 4),
+        # One of them was timed much too short, or too long.
+        ([4.6, 5.0, 5.2, 5.8, 4.0], [4.6, 5.0, 5.2, 5.8, 6.0], [0.0] * 4),
+        ([4.6, 5.0, 5.2, 5.8, 4.0], [4.6, 5.0, 5.2, 5.8, 6.0], [0.4] * 4),
+        ([5.2, 5.0, 5.2, 5.8, 6.0], [4.6, 5.0, 5.2, 5.8, 6.0], [0.1] * 4),
     ],
 )
-def test_lengths_that_were_tried_are_known_by_their_own_times(real: list[float], best: int) -> None:
-    inert = [7.8, 13.0, 18.0, 23.0, 28.0]
-    rng = random.Random(1)
-    auto = AutoDraftLength(4, 256, lambda _, k: inert[k] / 1e3)
-    chosen, pending = [], 0
-    for _ in range(400):
-        k = auto.choose(256, 4)
-        judged, pending = min(k, pending), k
-        records = []
-        for _ in range(256):
-            accepted = 0
-            while accepted < judged and rng.random() < 0.693:
-                accepted += 1
-            records.append(RowRecord([7] * (accepted + 1), accepted + 1, judged, 0))
-        auto.observe(records, 256, k, real[k] / 1e3 * rng.uniform(0.98, 1.02))
-        chosen.append(k)
-    assert chosen[100:].count(best) > 0.97 * len(chosen[100:])
+def test_however_wrong_the_inert_times_the_best_length_is_found(
+    inert: list[float], real: list[float], rates: list[float], num_slow_steps: int, seed: int
+) -> None:
+    """The first steps may wait for the host besides."""
+    world = OtherTimes(inert, real, rates, seed)
+    auto = AutoDraftLength(4, 256, world.measure)
+    for _ in range(num_slow_steps):
+        world.step(auto, 32, seen_ms=500.0)
+    world.speed(auto, 32, 300)
+    assert world.speed(auto, 32, 300) > 0.985
 
 
 def test_a_position_with_an_unlucky_start_is_tried_again() -> None:
@@ -204,7 +245,7 @@ def test_times_are_measured_once_at_a_few_sizes() -> None:
     auto = AutoDraftLength(4, 200, world.measure)
     for num_rows in [*range(1, 201), *range(200, 0, -1)]:
         world.step(auto, num_rows)
-    sizes = [1, 4, 16, 32, 64, 128, 200]
+    sizes = [1, 4, 8, 16, 32, 64, 128, 200]
     assert sorted(world.measured) == [(size, k) for size in sizes for k in range(5)]
 
 
