@@ -8,11 +8,11 @@ change between cells. ``none`` is an engine that has no draft at all.
 A mean acceptance length L is what a head with the same chance at every position reaches with three
 drafts: the rates are a, a^2, a^3, ... with 1 + a + a^2 + a^3 = L.
 
-What is compared is the speed of decode steps of a full batch, whose rows follow one another with
-outputs from a quarter to seven quarters of the mean: the tokens that the judged drafts give in
-expectation, over the time from the end of the step before to their own. The luck of the draws, and
-an end of a job in which a few rows happen to run on alone, would otherwise decide more than what is
-compared. The chooser has seen as many steps before, as it has after the first rows of a file.
+What is compared is the speed of decode steps of full batches until each row has so many tokens in
+the mean: the tokens that the judged drafts give in expectation, over the time from the end of the
+step before to their own. No row ends in the meantime. The luck of the draws, and an end of a job in
+which a few rows happen to run on alone, would otherwise decide more than what is compared. The
+chooser has seen one such run before, as it has after the first rows of a file.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
-import random
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -33,16 +32,16 @@ import torch
 
 from benchmarks.record import write_record
 from specgen import Engine, EngineConfig
-from specgen.bench.jobs import Job, make_rows
+from specgen.bench.jobs import fixed_job, make_rows
 from specgen.bench.presets import PRESETS, head_of, write_preset
 from specgen.pipeline.draft_length import AutoDraftLength, DraftLength, FixedDraftLength
-from specgen.pipeline.request import PromptRow
 from specgen.pipeline.step_record import RowRecord
 from specgen.synthetic import conditional_rates
 
 LENGTH_AT = 3  # drafts with which a mean length is reached
-# Full steps that are measured, and of a fixed length that many before them.
-STEPS, STEPS_OF_ONE_ROW, STEPS_OF_A_FIXED_LENGTH, WARM_UP = 240, 400, 60, 10
+# Tokens a row that a run measures. One row yields few, with which a chooser learns little.
+OUTPUT_LEN, OUTPUT_LEN_OF_ONE_ROW = 128, 400
+SLACK = 2  # no row is lucky enough to get that many times the mean
 
 
 def rates_of(length: float, num_rates: int) -> tuple[float, ...]:
@@ -64,13 +63,9 @@ class Watch:
         self._chooser = chooser
         self._batch = batch
         self._gained = (*itertools.accumulate(rates, initial=1.0),)  # by drafts judged
-        self.num_steps = 0  # full ones, since the beginning
-        self.reset()
-
-    def reset(self) -> None:
-        """Count from here."""
-        self.tokens = self.seconds = 0.0
-        self.steps_by_k: Counter[int] = Counter()
+        self._tokens = self._seconds = 0.0
+        self._steps_by_k: Counter[int] = Counter()
+        self.num_tokens = 0  # those really generated
 
     def choose(self, num_rows: int, limit: int) -> int:
         """As the chooser does."""
@@ -82,33 +77,27 @@ class Watch:
         """A step."""
         records = list(records)
         self._chooser.observe(records, num_rows, k, seconds)
+        self.num_tokens += sum(len(record.token_ids) for record in records)
         if num_rows == self._batch and seconds is not None:
-            # Rows that had ended when the step was launched cost time and give nothing.
-            judged = (record.num_draft_tokens for record in records)
-            self.tokens += sum(self._gained[num] for num in judged if num >= 0)
-            self.seconds += seconds
-            self.steps_by_k[k] += 1
-            self.num_steps += 1
+            self._tokens += sum(self._gained[record.num_draft_tokens] for record in records)
+            self._seconds += seconds
+            self._steps_by_k[k] += 1
 
     def to_dict(self) -> dict[str, Any]:
         """What was counted."""
         return {
-            "tok_s": round(self.tokens / self.seconds, 1),
-            "ms": round(1e3 * self.seconds / self.steps_by_k.total(), 4),
-            "steps_by_k": {str(k): n for k, n in sorted(self.steps_by_k.items())},
+            "tok_s": round(self._tokens / self._seconds, 1),
+            "ms": round(1e3 * self._seconds / self._steps_by_k.total(), 4),
+            "steps_by_k": {str(k): n for k, n in sorted(self._steps_by_k.items())},
         }
 
 
 class Bench:
-    """An engine whose chooser and rates can be replaced between measurements.
+    """An engine whose chooser and rates can be replaced between measurements."""
 
-    Args:
-        lengths: prompt tokens, and output tokens in the mean.
-    """
-
-    def __init__(self, config: EngineConfig, lengths: tuple[int, int]) -> None:
+    def __init__(self, config: EngineConfig, input_len: int) -> None:
         self.engine = Engine(config)
-        self._lengths = lengths
+        self._input_len = input_len
         self._rates: tuple[float, ...] = ()
         self._seed = 0
         # An engine times its steps once, not in every run.
@@ -120,42 +109,29 @@ class Bench:
         held: Any = self.engine._runner._rejection_sampler._synthetic_rates
         held.copy_(torch.tensor(conditional_rates(rates), device=held.device))
 
-    def run(
-        self, batch: int, chooser: DraftLength, num_steps: int, num_before: int
-    ) -> dict[str, Any]:
-        """Measure so many full steps, after some that do not count."""
-        scheduler = self.engine._scheduler
+    def run(self, batch: int, chooser: DraftLength) -> dict[str, Any]:
+        """Measure a batch until its rows have their tokens, in the mean."""
+        engine, scheduler = self.engine, self.engine._scheduler
         watch = scheduler.draft_length = Watch(chooser, batch, self._rates)
         scheduler.limits.num_seqs = scheduler.limits._max_num_seqs = batch
         self._seed += 1
-        rows, engine = self._rows(), self.engine
-        found: dict[str, Any] = {}
-        num_steps += num_before
-        while engine.has_unfinished() or not found:
-            while not found and engine.num_waiting + engine.num_running <= batch + batch // 8:
-                engine.add_request(next(rows))
+        output_len = output_len_of(batch)
+        rows = make_rows(
+            fixed_job(batch, self._input_len, SLACK * output_len),
+            vocab_size=engine.config.vocab_size,
+            temperature=1.0,
+            seed=self._seed,
+        )
+        for row in rows:
+            engine.add_request(row)
+        while watch.num_tokens < batch * output_len:
             for output in engine.step():
-                if output.error is not None:
-                    raise output.error
-            num_counted = watch.num_steps
-            if num_counted == num_before:
-                watch.reset()
-            if not found and num_counted >= num_steps:
-                found = watch.to_dict()
-        return found
-
-    def _rows(self) -> Iterator[PromptRow]:
-        """Without end."""
-        rng = random.Random(self._seed)
-        input_len, output_len = self._lengths
-        while True:
-            length = rng.randint(output_len // 4, 2 * output_len - output_len // 4)
-            yield from make_rows(
-                Job("row", ((input_len, length),)),
-                vocab_size=self.engine.config.vocab_size,
-                temperature=1.0,
-                seed=rng.getrandbits(32),
-            )
+                raise RuntimeError(f"row {output.row.index} has ended") from output.error
+        engine.preempt_all()
+        while scheduler.waiting:
+            scheduler.give_up(scheduler.waiting.first)
+        engine._groups.clear()
+        return watch.to_dict()
 
     def auto(self, max_k: int) -> AutoDraftLength:
         """A chooser that has seen no draft yet."""
@@ -172,7 +148,6 @@ def _numbers(kind: type) -> Any:
 @click.option("--length", "lengths", default="1,1.5,2.5", callback=_numbers(float))
 @click.option("--max-k", default=5)
 @click.option("--input-len", default=64)
-@click.option("--output-len", default=96)
 @click.option("--output-dir", type=click.Path(path_type=Path), default=None)
 @click.option("--name", default="auto_length")
 def main(
@@ -181,7 +156,6 @@ def main(
     lengths: list[float],
     max_k: int,
     input_len: int,
-    output_len: int,
     output_dir: Path | None,
     name: str,
 ) -> None:
@@ -191,15 +165,14 @@ def main(
         options: dict[str, Any] = {
             "skip_tokenizer_init": True,
             "max_num_seqs": max(batches),
-            "max_model_len": input_len + 2 * output_len,
+            "max_model_len": input_len + max(SLACK * output_len_of(batch) for batch in batches),
         }
         head = None
         if model in PRESETS:
             head = head_of(model)
             options |= {"model": str(write_preset(model, Path(directory))), "load_format": "dummy"}
-        cell = (input_len, output_len)
-        plain = Bench(EngineConfig(no_draft=True, **options), cell)
-        none = {batch: fixed(plain, batch, 0) for batch in batches}
+        plain = Bench(EngineConfig(no_draft=True, **options), input_len)
+        none = {batch: plain.run(batch, FixedDraftLength(0)) for batch in batches}
         del plain
         gc.collect()
         if torch.cuda.is_available():
@@ -213,7 +186,7 @@ def main(
                 synthetic_acceptance=rates_of(lengths[0], max_k),
                 **options,
             ),
-            cell,
+            input_len,
         )
         results = []
         for batch in batches:
@@ -242,22 +215,23 @@ def main(
                     f"{ways['auto']['steps_by_k']}; {time.perf_counter() - started:.0f} s)"
                 )
                 # Written each time: what was measured is not lost if time runs out.
-                payload = {"input_len": input_len, "output_len": output_len, "results": results}
+                payload = {"input_len": input_len, "results": results}
                 path = write_record(name, payload, output_dir)
     click.echo(f"wrote {path}")
 
 
+def output_len_of(batch: int) -> int:
+    """Tokens a row that are measured."""
+    return OUTPUT_LEN_OF_ONE_ROW if batch == 1 else OUTPUT_LEN
+
+
 def compare(bench: Bench, batch: int, max_k: int) -> dict[str, dict[str, Any]]:
     """Every fixed length and the chosen one."""
-    ways = {str(k): fixed(bench, batch, k) for k in range(max_k + 1)}
-    num_steps = STEPS_OF_ONE_ROW if batch == 1 else STEPS
-    ways["auto"] = bench.run(batch, bench.auto(max_k), num_steps, num_steps)
+    ways = {str(k): bench.run(batch, FixedDraftLength(k)) for k in range(max_k + 1)}
+    chooser = bench.auto(max_k)
+    bench.run(batch, chooser)
+    ways["auto"] = bench.run(batch, chooser)
     return ways
-
-
-def fixed(bench: Bench, batch: int, k: int) -> dict[str, Any]:
-    """Always k drafts."""
-    return bench.run(batch, FixedDraftLength(k), STEPS_OF_A_FIXED_LENGTH, WARM_UP)
 
 
 if __name__ == "__main__":

@@ -39,8 +39,9 @@ _PRIOR_RATE, _PRIOR_WEIGHT = 0.7, 6.0
 _NEIGHBOUR_WEIGHT = 16.0
 # Drafts after which older ones count half as much.
 _HALF_LIFE = 4096.0
-# Without drafts nothing is learned of them: now and then a pair of steps tries one.
-_PROBE_EVERY, _PROBE_STEPS = 256, 2
+# Without drafts nothing is learned of them: now and then a pair of steps tries one. The more rows a
+# step has, the more such a pair tells, and costs.
+_PROBE_EVERY, _PROBE_EVERY_OF_A_ROW, _PROBE_STEPS = 256, 8, 2
 
 
 def expected_tokens(acceptance: Sequence[float], k: int) -> float:
@@ -141,7 +142,7 @@ class AutoDraftLength:
         if k > 0:
             self._num_plain_steps = 0
             return k
-        return self._probe(seconds)
+        return self._probe(seconds, num_rows)
 
     def observe(
         self, records: Iterable[RowRecord], num_rows: int, k: int, seconds: float | None
@@ -152,15 +153,16 @@ class AutoDraftLength:
         if seconds is not None:
             self._times.correct(num_rows, k, seconds)
 
-    def _probe(self, seconds: Sequence[float]) -> int:
+    def _probe(self, seconds: Sequence[float], num_rows: int) -> int:
         """A draft now and then, where one would pay if the draft had become a good one."""
         if best_draft_length(seconds[:2], [_PRIOR_RATE]) == 0:
             self._num_plain_steps = 0
             return 0
         self._num_plain_steps += 1
-        if self._num_plain_steps <= _PROBE_EVERY:
+        every = max(_PROBE_EVERY, _PROBE_EVERY_OF_A_ROW * num_rows)
+        if self._num_plain_steps <= every:
             return 0
-        if self._num_plain_steps == _PROBE_EVERY + _PROBE_STEPS:
+        if self._num_plain_steps >= every + _PROBE_STEPS:
             self._num_plain_steps = 0
         return 1
 

@@ -33,7 +33,7 @@ def test_the_others_follow_and_keep_what_is_special_to_them() -> None:
         known.correct(64, 0, 4.0 + 0.002 * i)
     found = known.of(64)
     assert found[0] == pytest.approx(4.6, rel=0.02)
-    assert found[2] - found[0] == pytest.approx(special, abs=0.2)
+    assert found[2] - found[0] == pytest.approx(special, abs=0.25)
 
 
 def test_what_was_never_run_has_the_benefit_of_the_doubt() -> None:
