@@ -22,6 +22,7 @@ KERNEL_MODULES = (
     "linear",
     "norm",
     "pairs",
+    "kept_pairs",
     "rotary",
     "activation",
     "grouped",
@@ -43,6 +44,7 @@ class Kernels:
     linear: Any
     norm: Any
     pairs: Any
+    kept_pairs: Any
     rotary: Any
     activation: Any
     grouped: Any

@@ -110,3 +110,27 @@ class SharedPrefix(NamedTuple):
     """int32 `[1]`, tokens in those blocks, a multiple of the block size; 0: nothing is shared."""
     members: Tensor
     """bool `[S]`: whether the row of a slot begins with these blocks."""
+
+
+class KeptPairs(NamedTuple):
+    """Pairs that rows keep until they are written to the draft's cache, N places a slot."""
+
+    features: Tensor
+    """``[S, N, F]``."""
+    tokens: Tensor
+    """int32 ``[S, N]``."""
+    positions: Tensor
+    """int32 ``[S, N]``, of the features; -1: no pair."""
+
+
+class TakenPairs(NamedTuple):
+    """Pairs of a pass over what rows have kept."""
+
+    features: Tensor
+    """``[T, F]``."""
+    tokens: Tensor
+    """int32 ``[T]``."""
+    positions: Tensor
+    """int32 ``[T]``."""
+    slot_mapping: Tensor
+    """int64 ``[T]``, -1: no pair."""

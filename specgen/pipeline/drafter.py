@@ -28,8 +28,9 @@ class Drafter:
     P + 2. The extend pass writes the pairs that a step committed to the cache, with the target's
     own features, and goes on with the last pair of each row, which yields draft 1; pass j feeds
     back the draft's hidden state and draft j - 1. What those passes wrote to the cache is
-    overwritten by the next extend pass. A step without drafts writes its pairs to the cache and
-    drops all drafts, so that rows can draft again after any step.
+    overwritten by the next extend pass. A step without drafts drops all drafts, and keeps its pairs
+    by row where the state has room for them: :meth:`write_kept` writes those of several steps to
+    the cache at once, before a step that drafts. Without such room they are written in every step.
 
     Args:
         draft_sample: ``greedy`` proposes the most likely token, ``gumbel`` samples from the draft's
@@ -133,6 +134,17 @@ class Drafter:
             shared_prefix: blocks that are read once for all rows that begin with them.
         """
         state, k = self._state, tokens.shape[1] - 1
+        if k == 0 and state.kept_pairs is not None:
+            self._kernels.kept_pairs.keep_pairs(
+                slot_ids,
+                tokens[:, 0],
+                inputs.first_positions,
+                state.active,
+                features,
+                state.kept_pairs,
+            )
+            self._commit(slot_ids, [], [])
+            return
         extend = self._kernels.batch_inputs.extend_inputs(
             slot_ids,
             tokens,
@@ -171,6 +183,42 @@ class Drafter:
             shared_prefix=shared_prefix,
             max_context_len=max_context_len,
         )
+
+    @property
+    def keeps_pairs(self) -> bool:
+        """Whether steps without drafts leave their pairs to :meth:`write_kept`."""
+        return self._state.kept_pairs is not None
+
+    def forget_kept(self, rows: torch.Tensor) -> None:
+        """Drop what was kept for others in the slots of rows that start (int64 [B])."""
+        if self._state.kept_pairs is not None:
+            self._state.kept_pairs.positions.index_fill_(0, rows, -1)
+
+    def write_kept(self, slot_ids: torch.Tensor) -> None:
+        """Write the pairs that rows (int32 [B], -1 padding) have kept to the draft's cache.
+
+        Whatever a row has committed since, its pairs stay true. Those of rows that have ended are
+        dropped: their blocks may be another's.
+        """
+        state = self._state
+        assert state.kept_pairs is not None
+        taken = self._kernels.kept_pairs.take_pairs(
+            slot_ids, state.active, state.block_tables, state.kept_pairs, self._block_size
+        )
+        self.forget_kept(state.rows(slot_ids))
+        metadata = AttentionMetadata(
+            positions=taken.positions,
+            slot_mapping=taken.slot_mapping,
+            block_tables=state.block_tables,
+            slot_ids=slot_ids,
+            first_positions=taken.positions,
+            context_lens=taken.positions,
+            query_len=0,
+            max_query_len=1,
+            max_context_len=1,
+        )
+        hidden = self._model.fuse(taken.features)
+        self._model.write_cache(taken.tokens, hidden, metadata, self._caches)
 
     def _propose(
         self,

@@ -262,6 +262,7 @@ def _assemble(
         num_speculative_tokens=k,
         device=device,
         draft_logits_shape=sizes.draft_logits_shape,
+        kept_pairs_shape=sizes.kept_pairs_shape,
     )
     num_blocks = config.num_kv_blocks or num_blocks_that_fit(
         sizes.block_bytes,

@@ -29,6 +29,8 @@ class RowSizes:
         max_context_len: tokens of cache that the longest row takes.
         draft_logits_shape: ``(draft vocabulary, dtype)`` of the logits that are kept of each draft,
             None if none are.
+        kept_pairs_shape: ``(size, dtype)`` of the features of pairs that wait to be written to the
+            draft's cache, None if none do.
         state_bytes: of what is kept of a row besides its cache.
     """
 
@@ -37,6 +39,7 @@ class RowSizes:
     block_bytes: int
     max_context_len: int
     draft_logits_shape: tuple[int, torch.dtype] | None
+    kept_pairs_shape: tuple[int, torch.dtype] | None
     state_bytes: int
 
     @classmethod
@@ -49,6 +52,9 @@ class RowSizes:
         logits_shape = None
         if draft is not None and config.draft_sample == "gumbel":  # judged by their ratio
             logits_shape = (draft.draft_vocab_size, dtype)
+        kept_shape = None
+        if draft is not None and config.auto_draft_length:  # which has steps without drafts
+            kept_shape = (max(1, len(draft.aux_layers)) * draft.target_hidden_size, dtype)
         cached: list[CachedModel] = [target] if draft is None else [target, draft]
         return cls(
             num_lookahead=num_lookahead,
@@ -56,7 +62,10 @@ class RowSizes:
             block_bytes=sum(block_bytes(model, config.block_size, dtype) for model in cached),
             max_context_len=max_context_len,
             draft_logits_shape=logits_shape,
-            state_bytes=bytes_per_row(-(-max_context_len // config.block_size), k, logits_shape),
+            kept_pairs_shape=kept_shape,
+            state_bytes=bytes_per_row(
+                -(-max_context_len // config.block_size), k, logits_shape, kept_shape
+            ),
         )
 
     @property

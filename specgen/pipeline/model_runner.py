@@ -24,12 +24,13 @@ from specgen.pipeline.kv_cache import KVCache
 from specgen.pipeline.prefill_graphs import PrefillGraphs
 from specgen.pipeline.rejection_sampler import RejectionSampler
 from specgen.pipeline.request import Request
-from specgen.pipeline.request_state import RequestState
+from specgen.pipeline.request_state import NUM_KEPT_PAIRS, RequestState
 from specgen.pipeline.sampler import Sampler
 from specgen.pipeline.shared_prefix import SharedRows
 from specgen.pipeline.uploads import upload
 
 _NUM_TIMED_STEPS = 4
+_MOST_ROWS_OF_KEPT = 256  # whose pairs are written to the draft's cache at a time
 _TOKEN_STRIDE = 7919  # a prime, so that rows of a timed step begin with tokens of their own
 
 
@@ -75,6 +76,9 @@ class ModelRunner:
         self._graphs = graphs
         self._prefill_graphs = prefill_graphs
         self._shared_rows = shared_rows
+        # Rows whose pairs of steps without drafts are not in the draft's cache yet, and such steps.
+        self._slots_of_kept: set[int] = set()
+        self._num_kept = 0
 
     @torch.inference_mode()
     def prefill(self, batch: PrefillBatch, num_speculative_tokens: int) -> torch.Tensor:
@@ -103,6 +107,7 @@ class ModelRunner:
             batch.fresh_slots, tokens, num_sampled, ok, torch.zeros_like(num_sampled)
         )
         if self._drafter is not None:
+            self._drafter.forget_kept(slots.long())
             next_ids = batch.next_ids
             next_ids[batch.fresh_idx] = tokens[:, 0].clamp_min(0)
             self._drafter.after_prefill(
@@ -148,10 +153,38 @@ class ModelRunner:
         slots = [-1 if r.slot is None else r.slot for r in requests]
         needs_filter = any(r.needs_filter for r in requests)
         drafts = any(r.num_speculative_tokens for r in requests)
+        if drafts:
+            self._keep_or_write(slots, num_speculative_tokens)
         shares = self._shared_rows is not None and self._shared_rows.follow(requests)
         return self._decode(
             slots, num_speculative_tokens, needs_filter, drafts, shares, max_num_tokens
         )
+
+    def _keep_or_write(self, slots: Sequence[int], num_speculative_tokens: int) -> None:
+        """Before a step that drafts, or has no room to keep pairs, write those that are kept."""
+        if self._drafter is None or not self._drafter.keeps_pairs:
+            return
+        if num_speculative_tokens > 0 or self._num_kept == NUM_KEPT_PAIRS:
+            kept, self._slots_of_kept, self._num_kept = sorted(self._slots_of_kept), set(), 0
+            for start in range(0, len(kept), _MOST_ROWS_OF_KEPT):
+                self._write_kept(kept[start : start + _MOST_ROWS_OF_KEPT])
+        if num_speculative_tokens == 0:
+            self._slots_of_kept.update(slots)
+            self._num_kept += 1
+
+    @torch.inference_mode()
+    def _write_kept(self, slots: list[int]) -> None:
+        assert self._drafter is not None
+        if self._graphs is not None:
+            self._graphs.run(slots, "kept", self._kept_step)
+        else:
+            self._kept_step(upload(np.array(slots, dtype=np.int32), self._state.device))
+
+    def _kept_step(self, slot_ids: torch.Tensor) -> torch.Tensor:
+        """The unit of a CUDA graph, which has no record."""
+        assert self._drafter is not None
+        self._drafter.write_kept(slot_ids)
+        return slot_ids
 
     def rows_were_admitted(self) -> None:
         """A row that comes back may have other blocks than when it was last seen."""

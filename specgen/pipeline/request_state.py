@@ -15,24 +15,30 @@ import numpy as np
 import torch
 
 from specgen.kernels import Kernels
-from specgen.kernels.batch_types import SamplingRows
+from specgen.kernels.batch_types import KeptPairs, SamplingRows
 from specgen.pipeline.request import Request
 from specgen.pipeline.uploads import pinned, upload
 
 _MIN_STOP_IDS = 8
+NUM_KEPT_PAIRS = 8
+"""Pairs of steps without drafts that a row keeps before they are written to the draft's cache."""
 
 
 def bytes_per_row(
     max_blocks: int,
     num_speculative_tokens: int,
     draft_logits_shape: tuple[int, torch.dtype] | None,
+    kept_pairs_shape: tuple[int, torch.dtype] | None = None,
 ) -> int:
     """Bytes of one device row, of those tensors that grow with a setting."""
-    num_ints = max_blocks + num_speculative_tokens + _MIN_STOP_IDS
-    if draft_logits_shape is None:
-        return 4 * num_ints
-    vocab_size, dtype = draft_logits_shape
-    return 4 * num_ints + num_speculative_tokens * vocab_size * dtype.itemsize
+    num_bytes = 4 * (max_blocks + num_speculative_tokens + _MIN_STOP_IDS)
+    if draft_logits_shape is not None:
+        vocab_size, dtype = draft_logits_shape
+        num_bytes += num_speculative_tokens * vocab_size * dtype.itemsize
+    if kept_pairs_shape is not None:
+        feature_size, dtype = kept_pairs_shape
+        num_bytes += NUM_KEPT_PAIRS * (feature_size * dtype.itemsize + 8)
+    return num_bytes
 
 
 class RequestState:
@@ -44,6 +50,7 @@ class RequestState:
         num_speculative_tokens: k, the width of the draft rows.
         draft_logits_shape: ``(draft vocabulary, dtype)`` when drafts are sampled and judged by
             ratio; ``None`` allocates nothing.
+        kept_pairs_shape: ``(feature size, dtype)`` where rows keep pairs of steps without drafts.
     """
 
     def __init__(
@@ -54,6 +61,7 @@ class RequestState:
         num_speculative_tokens: int,
         device: torch.device,
         draft_logits_shape: tuple[int, torch.dtype] | None,
+        kept_pairs_shape: tuple[int, torch.dtype] | None = None,
     ) -> None:
         rows = max_num_seqs + 1
         self.max_num_seqs = max_num_seqs
@@ -82,6 +90,15 @@ class RequestState:
             vocab_size, dtype = draft_logits_shape
             self.draft_logits = torch.zeros(
                 (rows, num_speculative_tokens, vocab_size), dtype=dtype, device=device
+            )
+
+        self.kept_pairs: KeptPairs | None = None
+        if kept_pairs_shape is not None:
+            size, dtype = kept_pairs_shape
+            self.kept_pairs = KeptPairs(
+                features=torch.zeros((rows, NUM_KEPT_PAIRS, size), dtype=dtype, device=device),
+                tokens=ints(rows, NUM_KEPT_PAIRS),
+                positions=ints(rows, NUM_KEPT_PAIRS) - 1,
             )
 
     @property

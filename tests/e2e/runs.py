@@ -23,12 +23,18 @@ SAMPLING = {"temperature": 0.8}
 Pair = tuple[int, int]
 
 
-def big_engine(engine_of: EngineShop, model: str, draft: str | None, draft_sample: str) -> Engine:
+def big_engine(
+    engine_of: EngineShop,
+    model: str,
+    draft: str | None,
+    draft_sample: str,
+    num_speculative_tokens: int | str = K,
+) -> Engine:
     return engine_of(
         model,
         draft,
         draft_sample=draft_sample,
-        num_speculative_tokens=K,
+        num_speculative_tokens=num_speculative_tokens,
         max_model_len=len(PROMPT) + NUM_TOKENS,
         max_num_seqs=1024,
         max_num_batched_tokens=16384,

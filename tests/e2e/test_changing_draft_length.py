@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +10,12 @@ import torch
 from e2e.engines import EngineShop
 from e2e.harness import device_rows, make_row, run_all, step_log, tokens_of
 from e2e.laws import P_VALUE, chain_law
+from e2e.lengths import LongPauses, RandomLength, changing, entry_log
 from e2e.runs import SAMPLING, big_engine, chain_fits, chain_rows
 from e2e.test_equality import SCHEDULES, expected, reference_head, rows
 from models.straight_line import draft_tokens
 
-from specgen.pipeline.draft_length import AutoDraftLength, DraftLength, FixedDraftLength
-from specgen.pipeline.engine import Engine
-from specgen.pipeline.step_record import RowRecord
+from specgen.pipeline.draft_length import AutoDraftLength, FixedDraftLength
 
 __all__ = ["expected"]  # the fixture
 
@@ -26,33 +23,11 @@ K = 3
 DRAFTS = [("eagle1", "greedy"), ("eagle1", "gumbel"), ("eagle3", "greedy"), ("eagle3", "gumbel")]
 
 
-class RandomLength:
-    """Any k up to the limit, in short runs, so that rows come back after several plain steps."""
-
-    def __init__(self, seed: int, max_k: int = K) -> None:
-        self.rng = random.Random(seed)
-        self.max_k = max_k
-        self.chosen: list[int] = []
-
-    def choose(self, num_rows: int, limit: int) -> int:
-        del num_rows
-        if not self.chosen or self.rng.random() < 0.5:
-            self.chosen.append(self.rng.randint(0, self.max_k))
-        else:
-            self.chosen.append(self.chosen[-1])
-        return min(self.chosen[-1], limit)
-
-    def observe(
-        self, records: Iterable[RowRecord], num_rows: int, k: int, seconds: float | None
-    ) -> None:
-        assert seconds is None or seconds > 0
-        for record in records:
-            assert record.num_draft_tokens <= k
-
-
-def changing(engine: Engine, policy: DraftLength) -> Engine:
-    engine._scheduler.draft_length = policy
-    return engine
+# With a length that may be 0, rows keep the pairs of steps without drafts for a while.
+KEPT = [
+    pytest.param({}, id="written"),
+    pytest.param({"num_speculative_tokens": f"auto:{K}"}, id="kept"),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -63,6 +38,7 @@ def _leave_engines_as_they_were(engine_of: EngineShop) -> Any:
             engine._scheduler.draft_length = FixedDraftLength(engine.config.num_speculative_tokens)
 
 
+@pytest.mark.parametrize("kept", KEPT)
 @pytest.mark.parametrize("schedule", ["three", "all", "chunked-crowded"])
 @pytest.mark.parametrize(("draft", "sample"), DRAFTS)
 def test_greedy_tokens_do_not_depend_on_k(
@@ -71,8 +47,9 @@ def test_greedy_tokens_do_not_depend_on_k(
     draft: str,
     sample: str,
     schedule: str,
+    kept: dict[str, Any],
 ) -> None:
-    engine = engine_of("text", draft, draft_sample=sample, **SCHEDULES[schedule])
+    engine = engine_of("text", draft, draft_sample=sample, **SCHEDULES[schedule], **kept)
     for seed in range(2):
         policy = RandomLength(seed)
         outputs = run_all(changing(engine, policy), rows(), preempt_seed=seed or None)
@@ -84,13 +61,22 @@ def test_greedy_tokens_do_not_depend_on_k(
         assert sum(stat.num_plain_tokens for stat in stats) > 2 * len(stats)
 
 
+@pytest.mark.parametrize("policy", [RandomLength, LongPauses])
+@pytest.mark.parametrize("kept", KEPT)
 @pytest.mark.parametrize("schedule", ["all", "chunked-crowded"])
 @pytest.mark.parametrize("draft", ["eagle1", "eagle3"])
 def test_every_draft_is_the_one_that_the_head_proposes(
-    engine_of: EngineShop, checkpoints: dict[str, Path], draft: str, schedule: str
+    engine_of: EngineShop,
+    checkpoints: dict[str, Path],
+    draft: str,
+    schedule: str,
+    kept: dict[str, Any],
+    policy: type[RandomLength],
 ) -> None:
-    """Also after steps without drafts, whose pairs the head has only written to its cache."""
-    engine = engine_of("text", draft, draft_sample="greedy", **SCHEDULES[schedule])
+    """Also after steps without drafts, whose pairs the head has only written to its cache, or
+    which were kept: more of them than there are places, and of rows that took another's slot."""
+    engine = engine_of("text", draft, draft_sample="greedy", **SCHEDULES[schedule], **kept)
+    assert (engine._state.kept_pairs is not None) == bool(kept)
     head, model = reference_head(checkpoints, draft)
     proposals: list[tuple[int, int, list[int]]] = []
     decode, state = engine._runner.decode, engine._state
@@ -103,7 +89,7 @@ def test_every_draft_is_the_one_that_the_head_proposes(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine._runner, "decode", spy)
-        outputs = run_all(changing(engine, RandomLength(7)), rows(ignore_eos=True))
+        outputs = run_all(changing(engine, policy(7)), rows(ignore_eos=True))
     lengths = [len(drafts) for _, _, drafts in proposals]
     assert set(lengths) == set(range(K + 1))
     checked = 0
@@ -119,7 +105,7 @@ def test_every_draft_is_the_one_that_the_head_proposes(
             wanted, _ = draft_tokens(head, whole[:n], features[: n - 1], len(drafts))
             assert drafts == wanted, f"row {row} after {n} tokens"
             checked += 1
-    assert checked > 20
+    assert checked > 10
 
 
 @pytest.mark.parametrize("sample", ["greedy", "gumbel"])
@@ -142,6 +128,61 @@ def test_no_stale_draft_is_judged_after_a_step_without(engine_of: EngineShop, sa
     for before, k, step in zip(policy.chosen, policy.chosen[1:12], steps[1:], strict=False):
         judged = {entry.record.num_draft_tokens for entry in step if entry.record.token_ids}
         assert judged <= {min(before, k)}
+
+
+def test_pairs_wait_and_reach_the_cache_before_they_are_attended_to(engine_of: EngineShop) -> None:
+    """Without drafts next to nothing is done for the head; then it is done for eight steps."""
+    engine = engine_of.build("text", "eagle3", num_speculative_tokens="auto:3", max_num_seqs=16)
+    drafter = engine._runner._drafter
+    assert drafter is not None
+    calls: list[str] = []
+    write_cache, forward = drafter._model.write_cache, drafter._model.forward
+
+    def wrote(ids: torch.Tensor, *args: Any) -> None:
+        calls.append(f"write {len(ids)}")
+        write_cache(ids, *args)
+
+    def ran(*args: Any) -> Any:
+        calls.append("forward")
+        return forward(*args)
+
+    class Pattern(RandomLength):
+        def choose(self, num_rows: int, limit: int) -> int:
+            calls.append(f"{num_rows} rows")
+            self.chosen.append(1 if len(self.chosen) in (20, 21) else 0)
+            return self.chosen[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(drafter._model, "write_cache", wrote)
+        patch.setattr(drafter._model, "forward", ran)
+        run_all(
+            changing(engine, Pattern(0)), [make_row(i, (5 + i,), max_tokens=40) for i in (0, 1)]
+        )
+    assert calls[:2] == ["2 rows", "write 2"], "the prompts"
+    wrote_at = [i for i, call in enumerate(calls) if call.startswith("write")][1:]
+    num_steps = [sum(call.endswith("rows") for call in calls[:at]) for at in wrote_at]
+    assert num_steps == [1 + 8 + 1, 1 + 16 + 1, 1 + 19 + 1, 1 + 21 + 8 + 1, 1 + 21 + 16 + 1]
+    written = [calls[at] for at in wrote_at[:4]]
+    assert written == ["write 16"] * 4, "of two rows, padded to eight pairs each"
+    assert calls.count("forward") == 2
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("schedule", ["three", "all", "chunked-crowded"])
+@pytest.mark.parametrize("draft", ["eagle1", "eagle3"])
+def test_the_drafts_cache_holds_the_true_pairs_of_its_rows_and_of_no_others(
+    engine_of: EngineShop, draft: str, schedule: str, seed: int
+) -> None:
+    """Entries of each row when a step has drafted, also of rows that took another's slot or blocks
+    while its pairs waited, against those of a row that runs alone and always drafts."""
+    alone = engine_of("text", draft, **SCHEDULES["one-by-one"])
+    with entry_log(alone) as true:
+        run_all(alone, rows(ignore_eos=True))
+    engine = engine_of("text", draft, num_speculative_tokens="auto:3", **SCHEDULES[schedule])
+    policy = LongPauses(seed)
+    with entry_log(engine, true) as checked:
+        run_all(changing(engine, policy), rows(ignore_eos=True), preempt_seed=seed or None)
+    assert len(checked.keys() & true.keys()) > 300
 
 
 def test_the_law_holds_while_k_changes(engine_of: EngineShop, checkpoints: dict[str, Path]) -> None:

@@ -28,7 +28,7 @@ from specgen.kernels import (
     select_kernels,
     shared_attention,
 )
-from specgen.kernels.batch_types import SharedPrefix
+from specgen.kernels.batch_types import KeptPairs, SharedPrefix
 
 TARGET = GPUTarget("cuda", 90, 32)
 # What a block gets on the smallest GPUs of capability 8.x, though the target here is 9.0.
@@ -127,6 +127,10 @@ def run_model_kernels(kernels: Any, dtype: torch.dtype, head_dim: int) -> None:
     kernels.norm.rms_norm(x, weight, 1e-5)
     kernels.norm.rms_norm_residual(x, x, weight, 1e-5)
     kernels.pairs.norm_pairs(i32(3), x, x[0], x, x[0], 1e-5)
+    kept = KeptPairs(torch.zeros(4, 8, 4096, dtype=dtype), i32(4, 8), i32(4, 8))
+    active = torch.zeros(4, dtype=torch.bool)
+    kernels.kept_pairs.keep_pairs(i32(3), i32(3), i32(3), active, x, kept)
+    kernels.kept_pairs.take_pairs(i32(3), active, tables, kept, 16)
     kernels.activation.silu_mul(x)
     qkv = torch.zeros(3, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
     table, positions = torch.zeros(50, head_dim), torch.zeros(3, dtype=torch.int64)

@@ -22,6 +22,7 @@ MODULES = (
     "linear",
     "norm",
     "pairs",
+    "kept_pairs",
     "rotary",
     "activation",
     "grouped",
