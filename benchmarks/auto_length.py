@@ -42,6 +42,7 @@ from specgen.synthetic import conditional_rates
 LENGTH_AT = 3  # drafts with which a mean length is reached
 # Tokens a row that a run measures. One row yields few, with which a chooser learns little.
 OUTPUT_LEN, OUTPUT_LEN_OF_ONE_ROW = 128, 400
+WARM_UP_SECONDS = 15.0
 SLACK = 2  # no row is lucky enough to get that many times the mean
 
 
@@ -186,6 +187,7 @@ def main(
             ),
             input_len,
         )
+        warm_up(bench, max(batches), max_k)
         results = []
         for batch in batches:
             for length in lengths:
@@ -221,6 +223,13 @@ def main(
 def output_len_of(batch: int) -> int:
     """Tokens a row that are measured."""
     return OUTPUT_LEN_OF_ONE_ROW if batch == 1 else OUTPUT_LEN
+
+
+def warm_up(bench: Bench, batch: int, max_k: int) -> None:
+    """Work until a GPU is as warm, and as slow, as it will be; on a CPU there is no need."""
+    until = time.perf_counter() + (WARM_UP_SECONDS if torch.cuda.is_available() else 0.0)
+    while time.perf_counter() < until:
+        bench.run(batch, FixedDraftLength(max_k))
 
 
 def compare(bench: Bench, plain: Bench, batch: int, max_k: int) -> dict[str, dict[str, Any]]:

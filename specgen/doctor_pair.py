@@ -307,8 +307,12 @@ def _memory(
     )
     sizes = RowSizes.of(config, skeleton, head)
     kept = (config.max_num_seqs + 1) * sizes.state_bytes
-    drafted = " and drafts' logits" if sizes.draft_logits_shape else ""
-    yield Finding("memory", "device rows", f"{_size(kept)} of block tables{drafted}")
+    parts = ["block tables"]
+    if sizes.draft_logits_shape:
+        parts.append("drafts' logits")
+    if sizes.kept_pairs_shape:
+        parts.append("features that wait for the draft")
+    yield Finding("memory", "device rows", f"{_size(kept)} of {', '.join(parts)}")
     per_token = sizes.block_bytes // config.block_size
     yield Finding("memory", "cache of a token", f"{per_token / 1024:.1f} KiB")
     room = cache_bytes(device, config.gpu_memory_utilization)

@@ -630,6 +630,7 @@ def with_head_through_transformers(root: Path) -> tuple[Path, Path]:
     return target, make_eagle1(root / "draft", target)
 
 
+@pytest.mark.parametrize("length", [None, "auto"])
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "gumbel"])
 @pytest.mark.parametrize(
     "make", [without_head, with_head, through_transformers, with_head_through_transformers]
@@ -639,9 +640,11 @@ def test_an_engine_allocates_what_was_said(
     monkeypatch: pytest.MonkeyPatch,
     make: Callable[[Path], tuple[Path, Path | None]],
     sampled: bool,
+    length: str | None,
 ) -> None:
     target, draft = make(tmp_path)
     settings: dict[str, Any] = {"max_model_len": 200, "max_num_seqs": 9, "device": "cpu"}
+    settings["num_speculative_tokens"] = length if draft is not None else None
     if sampled and draft is not None:
         settings["draft_sample"] = "gumbel"
     # Room for some rows of full length, but not for all.
@@ -671,13 +674,15 @@ def test_an_engine_allocates_what_was_said(
         assert text.startswith(f"{blocks * 16 * per_token / 2**20:.2f} MiB a row")
     assert 0 < fitting < 9, "else nothing limits them"
 
-    state = [v for v in vars(pipeline.state).values() if isinstance(v, torch.Tensor)]
+    held = vars(pipeline.state)
+    state = [v for v in (*held.values(), *(held["kept_pairs"] or ())) if torch.is_tensor(v)]
     large = sum(t.nbytes for t in state if t.dim() > 1)
     kept = found["memory", "device rows"].value
     assert kept.startswith(f"{large / 2**20:.2f} MiB")
     assert (
         ("logits" in kept) == (described["draft_logits_bytes"] > 0) == ("draft_sample" in settings)
     )
+    assert ("features" in kept) == engine.config.auto_draft_length
 
 
 @pytest.mark.parametrize("make", [with_head, with_head_through_transformers])
