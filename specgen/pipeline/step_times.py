@@ -100,12 +100,13 @@ class _Beyond:
     rest moves with the steps that run.
 
     Args:
-        inert: seconds of an inert step of ``num_rows`` by k; not all infinite.
+        inert: seconds of an inert step of ``num_rows`` by k; infinite ones are never asked for.
     """
 
     def __init__(self, inert: Sequence[float], num_rows: int) -> None:
-        self._scale = inert[0] / num_rows
-        ratio = np.array([t for t in inert if math.isfinite(t)]) / inert[0]
+        shortest = next(filter(math.isfinite, inert), 1.0)
+        self._scale = shortest / num_rows
+        ratio = np.array([t if math.isfinite(t) else shortest for t in inert]) / shortest
         self._noise = (_NOISE * ratio) ** 2
         self._drift = _COMMON_DRIFT**2 + _SPECIAL_DRIFT**2 * np.eye(len(ratio))
         self._mean = np.zeros(len(ratio))

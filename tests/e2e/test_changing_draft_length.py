@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from e2e.test_equality import SCHEDULES, expected, reference_head, rows
 from models.straight_line import draft_tokens
 
 from specgen.pipeline.draft_length import AutoDraftLength, FixedDraftLength
+from specgen.pipeline.loading import Pipeline
+from specgen.pipeline.step_record import RowRecord
 
 __all__ = ["expected"]  # the fixture
 
@@ -210,6 +213,27 @@ def test_auto_measures_and_keeps_greedy_tokens(
     assert {o.choices[0].stats.num_speculative_tokens for o in outputs} == {4}
     assert sum(engine.num_decode_steps_by_k.values()) > 10
     assert set(engine.num_decode_steps_by_k) <= set(range(5))
+
+
+def test_a_step_behind_a_capture_is_not_timed(
+    engine_of: EngineShop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waited for the host, which says nothing of how long such a step takes."""
+    engine = engine_of("text", "eagle3", max_num_seqs=16)
+    numbers = iter([0, 0, 1, 1, 1, 3, *[3] * 1000])
+    monkeypatch.setattr(Pipeline, "num_graphs", property(lambda _: next(numbers)))
+    engine._num_graphs = 0
+    seen: list[float | None] = []
+
+    class Watch(RandomLength):
+        def observe(
+            self, records: Iterable[RowRecord], num_rows: int, k: int, seconds: float | None
+        ) -> None:
+            seen.append(seconds)
+
+    run_all(changing(engine, Watch(0)), rows(ignore_eos=True))
+    untimed = [i for i, seconds in enumerate(seen) if seconds is None]
+    assert untimed == [2, 5]
 
 
 def test_a_row_that_wants_fewer_drafts_gets_no_more_under_auto(engine_of: EngineShop) -> None:

@@ -83,3 +83,15 @@ def test_a_record_says_what_was_committed() -> None:
         RowRecord([7], 1, 1, RUNNING),
         RowRecord([], 0, -1, RUNNING),
     ]
+
+
+def test_a_step_that_is_not_timed_says_no_time(device: str) -> None:
+    in_flight = make(1, device)
+    for step in range(3):
+        in_flight.push([None], record_of(step, 1, K, device), K, is_timed=step != 1)  # type: ignore[list-item]
+        if in_flight.is_full:
+            in_flight.pop()
+    assert in_flight.pop().seconds is not None
+    for is_timed in (True, False, True):
+        in_flight.push([None], record_of(0, 1, K, device), K, is_timed=is_timed)  # type: ignore[list-item]
+        assert (in_flight.pop().seconds is not None) == is_timed

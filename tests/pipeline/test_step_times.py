@@ -81,6 +81,16 @@ def test_sizes_know_nothing_of_each_other() -> None:
     assert known.of(256) == before
 
 
+@pytest.mark.parametrize("missing", [{0}, {1}, {0, 1}, {0, 1, 2}, {0, 1, 2, 3}])
+def test_any_lengths_may_not_fit_the_memory(missing: set[int]) -> None:
+    known = times([float("inf") if k in missing else t for k, t in enumerate(INERT)])
+    for k in range(4):
+        known.correct(64, k, 5.0)
+    found = known.of(64)
+    assert {k for k in range(4) if found[k] == float("inf")} == missing
+    assert not any(seconds != seconds for seconds in found), "NaN"
+
+
 def test_what_does_not_fit_the_memory_stays_out_of_reach() -> None:
     known = times([4.0, 4.4, float("inf"), float("inf")])
     known.correct(64, 2, 1.0)
