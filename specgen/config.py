@@ -234,7 +234,10 @@ def parse_num_speculative_tokens(value: int | str | None) -> tuple[bool | None, 
         auto, k, least = True, int(found[1]), 1
     assert isinstance(k, int)
     if k < least:
-        raise UsageError(f"--num-speculative-tokens must be at least {least}, got {value}")
+        raise UsageError(
+            f"--num-speculative-tokens must be at least {least}{' with auto' * auto}, got {value}",
+            "0 alone runs without a draft" if auto else None,
+        )
     if k > MAX_SPECULATIVE_TOKENS:
         raise UsageError(
             f"--num-speculative-tokens must be at most {MAX_SPECULATIVE_TOKENS}, got {value}"

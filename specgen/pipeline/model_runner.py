@@ -208,13 +208,16 @@ class ModelRunner:
             max_num_tokens=1,
             exact=True,
         )
-        run()  # captures, compiles
+        num_steps = 1  # on a CPU a step takes long, and has nothing to capture or to compile
+        if self._state.device.type == "cuda":
+            run()
+            num_steps = _NUM_TIMED_STEPS
         self._wait()
         started = time.perf_counter()
-        for _ in range(_NUM_TIMED_STEPS):
+        for _ in range(num_steps):
             run()
         self._wait()
-        return (time.perf_counter() - started) / _NUM_TIMED_STEPS
+        return (time.perf_counter() - started) / num_steps
 
     def _wait(self) -> None:
         if self._state.device.type == "cuda":

@@ -18,8 +18,9 @@ MeasureStep = Callable[[int, int], float]
 _COMMON, _SLOWDOWN, _SPECIAL = 0.3, 0.2, 0.03
 # How far the first and the last of them move from step to step, as contexts and clocks do.
 _COMMON_DRIFT, _SPECIAL_DRIFT = 3e-3, 1e-3
-# How well one step tells, in shares of its own time.
-_NOISE = 0.02
+# How well one step tells, in shares of its own time, at best: beside other work a machine's steps
+# differ more, by what the last ones differed from what was expected.
+_NOISE, _NOISE_FOLLOWS = 0.02, 1 / 32
 # A step may be off by so many deviations. One that is off by more, which may have waited for the
 # host or for a graph, is believed to be off by these, and makes what is common the less sure.
 _LARGEST_SURPRISE, _DOUBT = 3.0, 0.03
@@ -107,7 +108,8 @@ class _Beyond:
         shortest = next(filter(math.isfinite, inert), 1.0)
         self._scale = shortest / num_rows
         ratio = np.array([t if math.isfinite(t) else shortest for t in inert]) / shortest
-        self._noise = (_NOISE * ratio) ** 2
+        self._ratio = ratio
+        self._noise = _NOISE**2
         self._drift = _COMMON_DRIFT**2 + _SPECIAL_DRIFT**2 * np.eye(len(ratio))
         self._mean = np.zeros(len(ratio))
         self._covariance = (
@@ -123,10 +125,14 @@ class _Beyond:
         """A step with k drafts took so many seconds beyond an inert one."""
         self._covariance = self._covariance + self._drift
         column = self._covariance[:, k]
-        variance = float(column[k] + self._noise[k])
+        ratio = float(self._ratio[k])
+        variance = float(column[k]) + self._noise * ratio**2
         surprise = seconds / (self._scale * num_rows) - float(self._mean[k])
         most = _LARGEST_SURPRISE * math.sqrt(variance)
-        self._mean = self._mean + column * (max(-most, min(surprise, most)) / variance)
+        believed = max(-most, min(surprise, most))
+        self._mean = self._mean + column * (believed / variance)
+        beyond_doubt = max(believed**2 - float(column[k]), 0.0) / ratio**2
+        self._noise += _NOISE_FOLLOWS * (max(beyond_doubt, _NOISE**2) - self._noise)
         if abs(surprise) <= most:
             self._covariance = self._covariance - np.outer(column, column) / variance
         else:

@@ -215,6 +215,23 @@ def test_auto_measures_and_keeps_greedy_tokens(
     assert set(engine.num_decode_steps_by_k) <= set(range(5))
 
 
+def test_measuring_costs_one_step_a_length_on_a_cpu(
+    engine_of: EngineShop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five steps of each took a third of a job of some seconds."""
+    runner = engine_of("text", "eagle3", max_num_seqs=16)._runner
+    ran: list[int] = []
+    decode = runner._decode
+
+    def spy(slots: list[int], k: int, **options: Any) -> torch.Tensor:
+        ran.append(k)
+        return decode(slots, k, **options)
+
+    monkeypatch.setattr(runner, "_decode", spy)
+    assert [runner.time_inert_step(4, k) > 0 for k in range(3)] == [True] * 3
+    assert ran == [0, 1, 2]
+
+
 def test_a_step_behind_a_capture_is_not_timed(
     engine_of: EngineShop, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -151,9 +151,9 @@ def test_a_slot_is_taken_over_while_its_last_step_is_under_way(
     slots_of: dict[int, list[int | None]] = {}
     push = engine._in_flight.push
 
-    def note(requests: Any, *args: Any) -> None:
+    def note(requests: Any, *args: Any, **options: Any) -> None:
         slots_of[id(requests)] = [request.slot for request in requests]
-        push(requests, *args)
+        push(requests, *args, **options)
 
     monkeypatch.setattr(engine._state, "admit", spy)
     monkeypatch.setattr(engine._in_flight, "push", note)
