@@ -64,7 +64,7 @@ for part in $parts; do
       timeout "$LIMIT" python3 -m benchmarks.decode_profile --rows 1,64,256 --k 0,3 \
         --output-dir "$RESULTS" --name decode_profile_h200 | tail -12
       timeout "$LIMIT" python3 -m benchmarks.kernel_bandwidth --output-dir "$RESULTS" | tail -30 ;;
-    auto)  # the chosen draft length against every fixed one; takes some 400 s
+    auto)  # the chosen draft length against every fixed one; takes some 250 s
       timeout "$LIMIT" python3 -m benchmarks.auto_length --model llama-3.1-8b \
         --output-dir "$RESULTS" --name auto_length_h200 | tail -16 ;;
     *) echo "unknown part: $part" >&2; exit 2 ;;
