@@ -188,9 +188,13 @@ def test_the_drafts_cache_holds_the_true_pairs_of_its_rows_and_of_no_others(
     assert len(checked.keys() & true.keys()) > 300
 
 
-def test_the_law_holds_while_k_changes(engine_of: EngineShop, checkpoints: dict[str, Path]) -> None:
+@pytest.mark.parametrize("k", [2, "auto:2"])
+def test_the_law_holds_while_k_changes(
+    engine_of: EngineShop, checkpoints: dict[str, Path], k: int | str
+) -> None:
     """Sampled drafts, ratio rule: jointly over a window and at every place of a step."""
-    engine = changing(big_engine(engine_of, "chain", "eagle3", "gumbel"), RandomLength(3, 2))
+    engine = big_engine(engine_of, "chain", "eagle3", "gumbel", num_speculative_tokens=k)
+    changing(engine, RandomLength(3, 2))
     law = chain_law(checkpoints["chain"], **SAMPLING)
     fits = chain_fits(engine, chain_rows(4096), law)
     assert set(fits) == {"joint", "first", "plain", "judged 0", "judged 1", "bonus"}

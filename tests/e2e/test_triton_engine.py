@@ -42,8 +42,10 @@ def test_triton_and_torch_give_the_same_tokens(
     assert histogram_of(outputs["triton"]) == histogram_of(outputs["reference"])
 
 
-def test_triton_and_torch_agree_while_k_changes(engine_of: EngineShop) -> None:
-    """Steps without drafts between others: pairs that are only written to the head's cache."""
+@pytest.mark.parametrize("k", [2, "auto:2"])
+def test_triton_and_torch_agree_while_k_changes(engine_of: EngineShop, k: int | str) -> None:
+    """Steps without drafts between others: pairs that are only written to the head's cache, or
+    kept for a while."""
     pattern = (2, 0, 0, 2, 1, 2)
 
     class Pattern(FixedDraftLength):
@@ -63,7 +65,7 @@ def test_triton_and_torch_agree_while_k_changes(engine_of: EngineShop) -> None:
             "few",
             "eagle3",
             kernel_backend=backend,
-            num_speculative_tokens=2,
+            num_speculative_tokens=k,
             draft_sample="gumbel",
             max_num_seqs=2,
             max_model_len=16,
