@@ -28,9 +28,9 @@ class Drafter:
     P + 2. The extend pass writes the pairs that a step committed to the cache, with the target's
     own features, and goes on with the last pair of each row, which yields draft 1; pass j feeds
     back the draft's hidden state and draft j - 1. What those passes wrote to the cache is
-    overwritten by the next extend pass. A step without drafts drops all drafts, and keeps its pairs
-    by row where the state has room for them: :meth:`write_kept` writes those of several steps to
-    the cache at once, before a step that drafts. Without such room they are written in every step.
+    overwritten by the next extend pass. A decode step without drafts, which there is only where k
+    is chosen step by step, drops all drafts and keeps its pairs by row: :meth:`write_kept` writes
+    those of several steps to the cache at once, before a step that drafts.
 
     Args:
         draft_sample: ``greedy`` proposes the most likely token, ``gumbel`` samples from the draft's
@@ -134,7 +134,8 @@ class Drafter:
             shared_prefix: blocks that are read once for all rows that begin with them.
         """
         state, k = self._state, tokens.shape[1] - 1
-        if k == 0 and state.kept_pairs is not None:
+        if k == 0:
+            assert state.kept_pairs is not None, "k is 0 in some steps only where it is chosen"
             self._kernels.kept_pairs.keep_pairs(
                 slot_ids,
                 tokens[:, 0],
@@ -168,10 +169,6 @@ class Drafter:
             shared_prefix=shared_prefix,
         )
         input_ids, hidden = extend.input_ids.flatten(), self._model.fuse(features)
-        if k == 0:
-            self._model.write_cache(input_ids, hidden, metadata, self._caches)
-            self._commit(slot_ids, [], [])
-            return
         logits_hidden, feedback = self._model.forward(input_ids, hidden, metadata, self._caches)
         self._propose(
             slot_ids,

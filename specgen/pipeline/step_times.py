@@ -131,8 +131,8 @@ class _Beyond:
         most = _LARGEST_SURPRISE * math.sqrt(variance)
         believed = max(-most, min(surprise, most))
         self._mean = self._mean + column * (believed / variance)
-        beyond_doubt = max(believed**2 - float(column[k]), 0.0) / ratio**2
-        self._noise += _NOISE_FOLLOWS * (max(beyond_doubt, _NOISE**2) - self._noise)
+        noise = (believed**2 - float(column[k])) / ratio**2  # what doubt does not explain
+        self._noise += _NOISE_FOLLOWS * (max(noise, _NOISE**2) - self._noise)
         if abs(surprise) <= most:
             self._covariance = self._covariance - np.outer(column, column) / variance
         else:

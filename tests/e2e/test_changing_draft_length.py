@@ -26,11 +26,8 @@ K = 3
 DRAFTS = [("eagle1", "greedy"), ("eagle1", "gumbel"), ("eagle3", "greedy"), ("eagle3", "gumbel")]
 
 
-# With a length that may be 0, rows keep the pairs of steps without drafts for a while.
-KEPT = [
-    pytest.param({}, id="written"),
-    pytest.param({"num_speculative_tokens": f"auto:{K}"}, id="kept"),
-]
+# A run whose length is chosen: only such a one has steps without drafts, and keeps their pairs.
+AUTO: dict[str, Any] = {"num_speculative_tokens": f"auto:{K}"}
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +38,6 @@ def _leave_engines_as_they_were(engine_of: EngineShop) -> Any:
             engine._scheduler.draft_length = FixedDraftLength(engine.config.num_speculative_tokens)
 
 
-@pytest.mark.parametrize("kept", KEPT)
 @pytest.mark.parametrize("schedule", ["three", "all", "chunked-crowded"])
 @pytest.mark.parametrize(("draft", "sample"), DRAFTS)
 def test_greedy_tokens_do_not_depend_on_k(
@@ -50,9 +46,8 @@ def test_greedy_tokens_do_not_depend_on_k(
     draft: str,
     sample: str,
     schedule: str,
-    kept: dict[str, Any],
 ) -> None:
-    engine = engine_of("text", draft, draft_sample=sample, **SCHEDULES[schedule], **kept)
+    engine = engine_of("text", draft, draft_sample=sample, **SCHEDULES[schedule], **AUTO)
     for seed in range(2):
         policy = RandomLength(seed)
         outputs = run_all(changing(engine, policy), rows(), preempt_seed=seed or None)
@@ -65,7 +60,6 @@ def test_greedy_tokens_do_not_depend_on_k(
 
 
 @pytest.mark.parametrize("policy", [RandomLength, LongPauses])
-@pytest.mark.parametrize("kept", KEPT)
 @pytest.mark.parametrize("schedule", ["all", "chunked-crowded"])
 @pytest.mark.parametrize("draft", ["eagle1", "eagle3"])
 def test_every_draft_is_the_one_that_the_head_proposes(
@@ -73,13 +67,11 @@ def test_every_draft_is_the_one_that_the_head_proposes(
     checkpoints: dict[str, Path],
     draft: str,
     schedule: str,
-    kept: dict[str, Any],
     policy: type[RandomLength],
 ) -> None:
-    """Also after steps without drafts, whose pairs the head has only written to its cache, or
-    which were kept: more of them than there are places, and of rows that took another's slot."""
-    engine = engine_of("text", draft, draft_sample="greedy", **SCHEDULES[schedule], **kept)
-    assert (engine._state.kept_pairs is not None) == bool(kept)
+    """Also after steps without drafts, whose pairs were kept: more of them than there are places,
+    and of rows that took another's slot."""
+    engine = engine_of("text", draft, draft_sample="greedy", **SCHEDULES[schedule], **AUTO)
     head, model = reference_head(checkpoints, draft)
     proposals: list[tuple[int, int, list[int]]] = []
     decode, state = engine._runner.decode, engine._state
@@ -114,7 +106,7 @@ def test_every_draft_is_the_one_that_the_head_proposes(
 @pytest.mark.parametrize("sample", ["greedy", "gumbel"])
 def test_no_stale_draft_is_judged_after_a_step_without(engine_of: EngineShop, sample: str) -> None:
     """Drafts of before a plain step stand in the row still: they belong to other positions."""
-    engine = engine_of("text", "eagle3", draft_sample=sample, max_num_seqs=16)
+    engine = engine_of("text", "eagle3", draft_sample=sample, max_num_seqs=16, **AUTO)
     pattern = [3, 3, 0, 3, 3, 1, 0, 0, 2, 3]
 
     class Pattern(RandomLength):
@@ -188,12 +180,9 @@ def test_the_drafts_cache_holds_the_true_pairs_of_its_rows_and_of_no_others(
     assert len(checked.keys() & true.keys()) > 300
 
 
-@pytest.mark.parametrize("k", [2, "auto:2"])
-def test_the_law_holds_while_k_changes(
-    engine_of: EngineShop, checkpoints: dict[str, Path], k: int | str
-) -> None:
+def test_the_law_holds_while_k_changes(engine_of: EngineShop, checkpoints: dict[str, Path]) -> None:
     """Sampled drafts, ratio rule: jointly over a window and at every place of a step."""
-    engine = big_engine(engine_of, "chain", "eagle3", "gumbel", num_speculative_tokens=k)
+    engine = big_engine(engine_of, "chain", "eagle3", "gumbel", num_speculative_tokens="auto:2")
     changing(engine, RandomLength(3, 2))
     law = chain_law(checkpoints["chain"], **SAMPLING)
     fits = chain_fits(engine, chain_rows(4096), law)
@@ -223,7 +212,7 @@ def test_measuring_costs_one_step_a_length_on_a_cpu(
     engine_of: EngineShop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Five steps of each took a third of a job of some seconds."""
-    runner = engine_of("text", "eagle3", max_num_seqs=16)._runner
+    runner = engine_of("text", "eagle3", max_num_seqs=16, **AUTO)._runner
     ran: list[int] = []
     decode = runner._decode
 
@@ -240,7 +229,7 @@ def test_a_step_behind_a_capture_is_not_timed(
     engine_of: EngineShop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It waited for the host, which says nothing of how long such a step takes."""
-    engine = engine_of("text", "eagle3", max_num_seqs=16)
+    engine = engine_of("text", "eagle3", max_num_seqs=16, **AUTO)
     numbers = iter([0, 0, 1, 1, 1, 3, *[3] * 1000])
     monkeypatch.setattr(Pipeline, "num_graphs", property(lambda _: next(numbers)))
     engine._num_graphs = 0

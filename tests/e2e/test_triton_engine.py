@@ -42,10 +42,8 @@ def test_triton_and_torch_give_the_same_tokens(
     assert histogram_of(outputs["triton"]) == histogram_of(outputs["reference"])
 
 
-@pytest.mark.parametrize("k", [2, "auto:2"])
-def test_triton_and_torch_agree_while_k_changes(engine_of: EngineShop, k: int | str) -> None:
-    """Steps without drafts between others: pairs that are only written to the head's cache, or
-    kept for a while."""
+def test_triton_and_torch_agree_while_k_changes(engine_of: EngineShop) -> None:
+    """Steps without drafts between others: pairs that are kept before the head's cache has them."""
     pattern = (2, 0, 0, 2, 1, 2)
 
     class Pattern(FixedDraftLength):
@@ -65,7 +63,7 @@ def test_triton_and_torch_agree_while_k_changes(engine_of: EngineShop, k: int | 
             "few",
             "eagle3",
             kernel_backend=backend,
-            num_speculative_tokens=k,
+            num_speculative_tokens="auto:2",
             draft_sample="gumbel",
             max_num_seqs=2,
             max_model_len=16,

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from e2e.engines import EngineShop, make_checkpoints
+from e2e.engines import EngineShop
 from e2e.harness import run_all, tokens_of
 from e2e.laws import P_VALUE, chain_law
 from e2e.lengths import LongPauses, RandomLength, changing, entry_log
@@ -15,7 +15,12 @@ from e2e.test_equality import rows
 
 pytestmark = pytest.mark.gpu
 
-AUTO = {"num_speculative_tokens": "auto:3"}  # keeps pairs of steps without drafts
+# Only a run whose length is chosen has steps without drafts, and keeps their pairs.
+AUTO: dict[str, Any] = {
+    "num_speculative_tokens": "auto:3",
+    "max_num_seqs": 16,
+    "num_kv_blocks": 128,
+}
 CROWDED = {
     "max_num_batched_tokens": 17,
     "max_model_len": 80,
@@ -24,40 +29,19 @@ CROWDED = {
 }
 
 
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return make_checkpoints(tmp_path_factory.mktemp("checkpoints"))
-
-
-@pytest.fixture(scope="module")
-def engine_of(checkpoints: dict[str, Path]) -> EngineShop:
-    return EngineShop(
-        checkpoints,
-        device="cuda",
-        dtype="float32",
-        gpu_memory_utilization=0.3,
-        num_speculative_tokens=3,
-        max_num_seqs=16,
-        num_kv_blocks=128,
-    )
-
-
 @pytest.mark.parametrize("policy", [RandomLength, LongPauses])
 @pytest.mark.parametrize("schedule", [{}, {"max_num_seqs": 3}, CROWDED])
-@pytest.mark.parametrize("kept", [{}, AUTO], ids=["written", "kept"])
 @pytest.mark.parametrize("draft", ["eagle1", "eagle3"])
 def test_tokens_and_the_drafts_cache_do_not_depend_on_k(
     engine_of: EngineShop,
     draft: str,
-    kept: dict[str, Any],
     schedule: dict[str, Any],
     policy: type[RandomLength],
 ) -> None:
-    alone = engine_of("text", draft, max_num_seqs=1)
+    alone = engine_of("text", draft, max_num_seqs=1, num_kv_blocks=128)
     with entry_log(alone) as true:
         expected = tokens_of(run_all(alone, rows(ignore_eos=True)))
-    engine = engine_of("text", draft, **{**schedule, **kept})
-    assert (engine._state.kept_pairs is not None) == bool(kept)
+    engine = engine_of("text", draft, **{**AUTO, **schedule})
     for seed in range(2):
         changing(engine, policy(seed))
         with entry_log(engine, true) as checked:
@@ -67,12 +51,11 @@ def test_tokens_and_the_drafts_cache_do_not_depend_on_k(
     assert engine._pipeline.num_graphs > 3
 
 
-@pytest.mark.parametrize("k", [2, "auto:2"])
 @pytest.mark.parametrize(("draft", "sample"), [("eagle3", "gumbel"), ("eagle1", "greedy")])
 def test_the_law_holds_while_k_changes(
-    engine_of: EngineShop, checkpoints: dict[str, Path], draft: str, sample: Any, k: Any
+    engine_of: EngineShop, checkpoints: dict[str, Path], draft: str, sample: Any
 ) -> None:
-    engine = big_engine(engine_of, "chain", draft, sample, num_speculative_tokens=k)
+    engine = big_engine(engine_of, "chain", draft, sample, num_speculative_tokens="auto:2")
     changing(engine, RandomLength(3, 2))
     law = chain_law(checkpoints["chain"], **SAMPLING)
     fits = chain_fits(engine, chain_rows(8192), law)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from e2e.engines import TEXT_VOCAB, EngineShop, make_checkpoints
+from e2e.engines import TEXT_VOCAB, EngineShop
 from e2e.harness import histogram_of, make_row, run_all, tokens_of
 from e2e.laws import P_VALUE, chain_law, count_sequences, fit, sequence_law
 from e2e.runs import PROMPT, SAMPLING, WIDTH, big_engine, chain_fits, chain_rows
@@ -22,24 +22,6 @@ pytestmark = pytest.mark.gpu
 NUM_TOKENS = 24
 MIXED = [1 + (7 * i) % 40 for i in range(16)]  # prompt lengths, 1 to 40
 DRAFTS = [("eagle1", "greedy"), ("eagle1", "gumbel"), ("eagle3", "greedy"), ("eagle3", "gumbel")]
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return make_checkpoints(tmp_path_factory.mktemp("checkpoints"))
-
-
-@pytest.fixture(scope="module")
-def engine_of(checkpoints: dict[str, Path]) -> EngineShop:
-    # The tiny models need little memory, and the module holds several engines.
-    # With k chosen step by step, sampled tokens would depend on the schedule.
-    return EngineShop(
-        checkpoints,
-        device="cuda",
-        dtype="float32",
-        gpu_memory_utilization=0.3,
-        num_speculative_tokens=3,
-    )
 
 
 def prompts() -> list[tuple[int, ...]]:
