@@ -13,25 +13,26 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specgen.kernels.draw import (
-    NO_ID,
-    combine_blocks,
-    draw_token,
-    find_argmax,
-    log_residual,
-    store_block,
-)
+from specgen.kernels.draw import draw_token, log_residual
 from specgen.kernels.overlap import enter, overlap_options
 from specgen.kernels.rng import address_words, id_gumbel, word_uniform
+from specgen.kernels.row_statistics import (
+    NO_ID,
+    combine_blocks,
+    find_argmax,
+    find_runner_up,
+    store_block,
+)
 from specgen.kernels.streams import ACCEPT, GREEDY_TEMPERATURE, TARGET
 
 _STATS_BLOCK = 4096
 _STATS_WARPS = 2
 _GROUP = 8  # logits of one wide load
-_DRAW_BLOCK = 2048  # divides the block of the statistics
+_DRAW_BLOCK = 512  # divides the block of the statistics
+_DRAW_WARPS = 1  # nobody waits for another warp
 # Programs that draw: enough to fill a GPU, and few enough that most look at several blocks, with a
 # score to beat from the first on.
-_DRAW_PROGRAMS = 1024
+_DRAW_PROGRAMS = 4096
 _GREEDY = tl.constexpr(GREEDY_TEMPERATURE)
 _ACCEPT = tl.constexpr(ACCEPT)
 _TARGET = tl.constexpr(TARGET)
@@ -328,9 +329,44 @@ def _judge_kernel(
                 )
         else:
             banned = tl.where(rejected, _pick(drafts, steps, tau), -1)
-        # The score to beat: that of the argmax, where it may be drawn.
+        # The score to beat: that of the argmax, or where it may not be drawn of another large one.
+        first_token = token
         best = log_weight + id_gumbel(seed, token, position, _TARGET, sample)
         best = tl.where(argmax_kept & (token != banned), best, float("-inf"))
+        if best == float("-inf"):
+            largest, first_token = find_runner_up(
+                x_ptr,
+                V,
+                max_ptr,
+                first_ptr,
+                (row + tau).to(tl.int64) * num_blocks,
+                token,
+                num_blocks,
+                BLOCKS,
+                GROUP,
+                STATS_BLOCK,
+            )
+            kept = (largest > float("-inf")) & (first_token != banned)
+            if HAS_THRESHOLDS:
+                kept = kept & (largest >= threshold)
+            score = (largest - top) / temperature
+            if HAS_RESIDUAL:  # noqa: SIM102 (compiled only where it holds)
+                if rejected:
+                    score = log_residual(
+                        score,
+                        sum_exp,
+                        first_token,
+                        V,
+                        draft_ptr,
+                        draft_ids_ptr,
+                        Vd,
+                        q_max,
+                        q_sum,
+                        temperature,
+                        HAS_DRAFT_IDS,
+                    )
+            score += id_gumbel(seed, first_token, position, _TARGET, sample)
+            best = tl.where(kept, score, float("-inf"))
         best, drawn = draw_token(
             x_ptr,
             V,
@@ -351,7 +387,7 @@ def _judge_kernel(
             q_max,
             q_sum,
             best,
-            tl.where(best > float("-inf"), token, NO_ID),
+            tl.where(best > float("-inf"), first_token, NO_ID),
             part,
             tl.num_programs(1),
             HAS_THRESHOLDS=HAS_THRESHOLDS,
@@ -545,6 +581,7 @@ def rejection_sample(
         STATS_BLOCK=_STATS_BLOCK,
         DRAW_BLOCK=_DRAW_BLOCK,
         PARTS=triton.next_power_of_2(num_draw_blocks),
+        num_warps=_DRAW_WARPS,
         **branches,
     )
     return tokens, num_sampled, ok.view(torch.bool)

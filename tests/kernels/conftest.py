@@ -6,6 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+
+from specgen.kernels import rejection
+
+
+@pytest.fixture(autouse=True)
+def larger_draw_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter's time is that of operations, however many ids they have."""
+    if triton.knobs.runtime.interpret:
+        monkeypatch.setattr(rejection, "_DRAW_BLOCK", 2048)
 
 
 def fill_with_poison(tensor: torch.Tensor) -> torch.Tensor:

@@ -12,43 +12,90 @@ from kernels.test_rejection import Case, make_case, to_device
 from torch import Tensor
 
 from specgen.kernels import rejection as triton_rejection
+from specgen.kernels.lanes import lane_id, lane_logits, lane_words, least_word
 from specgen.kernels.reference import gumbel, rejection
 from specgen.kernels.reference.logits import filter_thresholds
-from specgen.kernels.reference.rng import gumbel_noise, vocab_gumbel
-from specgen.kernels.rng import LARGEST_GUMBEL, word_gumbel_bound
+from specgen.kernels.reference.rng import gumbel_noise, philox, vocab_gumbel
+from specgen.kernels.rng import LARGEST_GUMBEL, gumbel_word_bound, word_gumbel_bound
 from specgen.kernels.streams import DRAFT, TARGET
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
     pytest.mark.usefixtures("poison"),
 ]
-VOCAB_SIZE = 9_001  # three blocks of statistics, five of the draw
+VOCAB_SIZE = 9_001  # three blocks of statistics, several of the draw
 
 
 @triton.jit
-def _bound_kernel(words_ptr, out_ptr, N, BLOCK: tl.constexpr):
+def _bounds_kernel(words_ptr, noise_ptr, bound_ptr, word_ptr, N, BLOCK: tl.constexpr):
     offs = tl.arange(0, BLOCK)
     words = tl.load(words_ptr + offs, mask=offs < N, other=0).to(tl.uint32, bitcast=True)
-    tl.store(out_ptr + offs, word_gumbel_bound(words), mask=offs < N)
+    tl.store(bound_ptr + offs, word_gumbel_bound(words), mask=offs < N)
+    words = gumbel_word_bound(tl.load(noise_ptr + offs, mask=offs < N, other=0.0))
+    tl.store(word_ptr + offs, words.to(tl.int32, bitcast=True), mask=offs < N)
 
 
-def test_noise_is_below_its_bound_and_not_far(device: str) -> None:
-    """Also at every power of two, where the bound is tight, and where noise is the largest."""
+def test_noise_and_words_are_within_their_bounds_and_not_far(device: str) -> None:
+    """Also at every power of two, where a bound is tight, and where noise is the largest."""
     powers = torch.tensor([1 << n for n in range(32)])
     edges = torch.cat([powers, powers - 1, powers + 1, 2**32 - powers, torch.arange(200)])
     everywhere = torch.arange(0, 2**32, 1_000_003)
     words = torch.cat([edges, everywhere]) % 2**32
-    words = torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+    signed = torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+    noise = gumbel_noise(signed)
+    hair = 5e-4  # what rounding may do to a score
+    assert LARGEST_GUMBEL.value > float(noise.max()) + hair
     bounds = torch.empty(words.shape, dtype=torch.float32, device=device)
+    largest = torch.empty(words.shape, dtype=torch.int32, device=device)
+    needed = (noise + hair).to(device)
     size = triton.next_power_of_2(len(words))
-    _bound_kernel[(1,)](words.to(device), bounds, len(words), BLOCK=size)
-    bounds = bounds.cpu()
-    noise = gumbel_noise(words)
-    assert bool((bounds > noise + 5e-4).all())
-    assert LARGEST_GUMBEL.value > float(noise.max()) + 5e-4
-    tail = (noise > 3) & (words > 9)
+    _bounds_kernel[(1,)](signed.to(device), needed, bounds, largest, len(words), BLOCK=size)
+    bounds, unsigned = bounds.cpu(), largest.cpu().long() % 2**32
+    assert bool((bounds > noise + hair).all())
+    assert bool((unsigned >= words).all())
+    tail = (noise > 3) & (words > 99)
     assert int(tail.sum()) > 100
     assert float((bounds - noise)[tail].max()) < 0.12
+    assert float((unsigned / words)[tail].max()) < 1.06
+
+
+@triton.jit
+def _lanes_kernel(
+    row_ptr, words_ptr, ids_ptr, x_ptr, start, V, seed, position, sample, LANES: tl.constexpr
+):
+    lanes = tl.arange(0, LANES)
+    words = lane_words(seed, start, position, 2, sample, LANES)
+    x = lane_logits(row_ptr, start, V, LANES)
+    for i in tl.static_range(16):
+        at = i * LANES + lanes
+        tl.store(words_ptr + at, words[i].to(tl.int32, bitcast=True))
+        tl.store(ids_ptr + at, start + lane_id(lanes, i, LANES))
+        tl.store(x_ptr + at, x[i])
+    tl.store(words_ptr + 16 * LANES + lanes, least_word(words).to(tl.int32, bitcast=True))
+
+
+@pytest.mark.parametrize("lanes", [16, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lanes_hold_words_and_logits_of_all_ids(
+    lanes: int, dtype: torch.dtype, device: str
+) -> None:
+    block = 16 * lanes
+    words = torch.empty(block + lanes, dtype=torch.int32, device=device)
+    ids = torch.empty(block, dtype=torch.int32, device=device)
+    x = torch.empty(block, device=device)
+    start, seed, position, sample = 3 * block, 77, 41, 5
+    logits = torch.randn(4 * block - 9, generator=torch.Generator().manual_seed(1)).to(dtype)
+    arguments = (start, len(logits), seed, position, sample)
+    _lanes_kernel[(1,)](logits.to(device), words, ids, x, *arguments, LANES=lanes)
+    ids, words = ids.cpu(), words.cpu()
+    assert sorted(ids.tolist()) == list(range(start, start + block))
+    counters = [torch.full((block,), c, dtype=torch.int32) for c in (position, 2, sample)]
+    groups = philox(torch.full((block,), seed), ids >> 2, *counters)
+    assert torch.equal(words[:block], groups.gather(1, (ids & 3).long()[:, None])[:, 0])
+    unsigned = words.long() % 2**32
+    assert torch.equal(unsigned[block:], unsigned[:block].view(16, lanes).amin(0))
+    padded = torch.nn.functional.pad(logits.float(), (0, 9), value=float("-inf"))
+    assert torch.equal(x.cpu(), padded[ids.long()])
 
 
 def assert_equals_twin(case: Case, device: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -73,7 +120,7 @@ def rivals(temperature: float, hair: float, batch: int = 6) -> tuple[Case, Tenso
     Returns the case and the two tokens, ``[B]``.
     """
     logits = torch.full((batch, 2, VOCAB_SIZE), -1e5)
-    logits[:, :, 4096:6144] = float("-inf")  # a block of the draw
+    logits[:, :, 4096:6144] = float("-inf")  # blocks of the draw
     case = make_case(logits, torch.full((batch, 1), VOCAB_SIZE - 2), temperature=temperature)
     case = replace(case, seeds=torch.arange(batch) // 2 * 7_919)
     noise = noise_of(case)
@@ -88,17 +135,19 @@ def rivals(temperature: float, hair: float, batch: int = 6) -> tuple[Case, Tenso
     return case, first, second
 
 
-@pytest.mark.parametrize("num_programs", [1, 2048])
+@pytest.mark.parametrize(("num_programs", "draw_block"), [(1, 512), (1, 4096), (2048, 2048)])
 @pytest.mark.parametrize("temperature", [1.0, 1e-4, 3.0])
 @pytest.mark.parametrize("with_q", [False, True])
 def test_winners_by_a_hair(
     with_q: bool,
     temperature: float,
     num_programs: int,
+    draw_block: int,
     device: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(triton_rejection, "_DRAW_PROGRAMS", num_programs)
+    monkeypatch.setattr(triton_rejection, "_DRAW_BLOCK", draw_block)
     case, first, second = rivals(temperature, hair=2e-5)
     expected = torch.where(torch.arange(len(first)) % 2 == 0, second, first)
     if with_q:  # certain of the draft, so that the residual is p
