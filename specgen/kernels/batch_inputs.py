@@ -13,26 +13,7 @@ from torch import Tensor
 
 from specgen.kernels.batch_types import DecodeInputs, DraftInputs, ExtendInputs, SamplingRows
 from specgen.kernels.overlap import enter, overlap_options
-
-
-@triton.jit
-def _token_slots(table_ptr, positions, wanted, num_columns, BLOCK_SIZE: tl.constexpr):
-    """Cache slots (int64) of positions of one row; -1 where not wanted or past the block table."""
-    columns = positions // BLOCK_SIZE
-    wanted = wanted & (positions >= 0) & (columns < num_columns)
-    blocks = tl.load(table_ptr + columns, mask=wanted, other=-1).to(tl.int64)
-    slots = blocks * BLOCK_SIZE + positions % BLOCK_SIZE
-    return tl.where(wanted & (blocks >= 0), slots, -1)
-
-
-@triton.jit
-def _row_slot(slot_ids_ptr, active_ptr, row):
-    """The row's slot (int64, 0 for padding) and whether the row takes part."""
-    slot = tl.load(slot_ids_ptr + row).to(tl.int64)
-    live = slot >= 0
-    slot = tl.maximum(slot, 0)
-    live = live & (tl.load(active_ptr + slot) != 0)
-    return slot, live
+from specgen.kernels.rows import row_slot, token_slots
 
 
 @triton.jit
@@ -62,7 +43,7 @@ def _decode_inputs_kernel(
 ):
     enter(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
-    slot, live = _row_slot(slot_ids_ptr, active_ptr, row)
+    slot, live = row_slot(slot_ids_ptr, active_ptr, row)
     num_drafts = tl.load(num_draft_tokens_ptr + slot)
     num_drafts = tl.maximum(tl.minimum(tl.minimum(num_drafts, K), max_drafts), 0)
     first = tl.where(live, tl.load(seq_lens_ptr + slot) - 1, 0)
@@ -78,7 +59,7 @@ def _decode_inputs_kernel(
     input_ids = tl.where(live, tl.where(i == 0, last, drafts), idle)
     positions = tl.where(live, first + i, 0)
     table_ptr = block_tables_ptr + slot * table_stride
-    slots = _token_slots(table_ptr, positions, used, num_columns, BLOCK_SIZE)
+    slots = token_slots(table_ptr, positions, used, num_columns, BLOCK_SIZE)
 
     out = row * (K + 1) + i
     tl.store(input_ids_ptr + out, input_ids, mask=inside)
@@ -113,7 +94,7 @@ def _extend_inputs_kernel(
 ):
     enter(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
-    slot, live = _row_slot(slot_ids_ptr, active_ptr, row)
+    slot, live = row_slot(slot_ids_ptr, active_ptr, row)
     count = tl.where(live, tl.load(num_committed_ptr + row), 0)
     first = tl.load(first_positions_ptr + row)
 
@@ -123,7 +104,7 @@ def _extend_inputs_kernel(
     out = row * WIDTH + i
     tokens = tl.load(tokens_ptr + out, mask=used, other=0)
     table_ptr = block_tables_ptr + slot * table_stride
-    slots = _token_slots(table_ptr, first + i, used, num_columns, BLOCK_SIZE)
+    slots = token_slots(table_ptr, first + i, used, num_columns, BLOCK_SIZE)
     tl.store(input_ids_ptr + out, tokens, mask=inside)
     tl.store(slot_mapping_ptr + out, slots, mask=inside)
     tl.store(context_lens_ptr + row, tl.where(count > 0, first + count, 0))
@@ -150,11 +131,11 @@ def _draft_inputs_kernel(
 ):
     enter(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
-    slot, live = _row_slot(slot_ids_ptr, active_ptr, row)
+    slot, live = row_slot(slot_ids_ptr, active_ptr, row)
     position = tl.where(live, tl.load(seq_lens_ptr + slot) - 2 + STEP, 0)
     table_ptr = block_tables_ptr + slot * table_stride
     tl.store(positions_ptr + row, position)
-    token_slot = _token_slots(table_ptr, position, live, num_columns, BLOCK_SIZE)
+    token_slot = token_slots(table_ptr, position, live, num_columns, BLOCK_SIZE)
     tl.store(slot_mapping_ptr + row, token_slot)
     tl.store(context_lens_ptr + row, tl.where(live, position + 1, 0))
     tl.store(next_positions_ptr + row, tl.where(live, position + 2, -1))

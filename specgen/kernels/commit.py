@@ -15,6 +15,7 @@ from specgen.kernels.batch_types import (
     CommitResult,
 )
 from specgen.kernels.overlap import enter, overlap_options
+from specgen.kernels.rows import row_slot
 
 _RUNNING = tl.constexpr(RUNNING)
 _STOP = tl.constexpr(FINISH_STOP)
@@ -46,11 +47,9 @@ def _commit_kernel(
 ):
     enter(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slot_ids_ptr + row).to(tl.int64)
-    live = slot >= 0
-    slot = tl.maximum(slot, 0)
+    slot, live = row_slot(slot_ids_ptr, active_ptr, row)
     num_drafts = tl.load(num_draft_tokens_ptr + row)
-    live = live & (tl.load(active_ptr + slot) != 0) & (num_drafts >= 0)
+    live = live & (num_drafts >= 0)
     ok = tl.load(ok_ptr + row) != 0
     num_sampled = tl.load(num_sampled_ptr + row)
     failed = live & (ok == 0)

@@ -212,7 +212,7 @@ def draw_token(
                         banned,
                         HAS_THRESHOLDS,
                     )
-                    bounds = bounds + (bound,)  # noqa: RUF005 (Triton unpacks nothing)
+                    bounds = bounds + (bound,)  # type: ignore[assignment]  # noqa: RUF005
                     top = tl.maximum(top, bound)
                 # Those that may be better than the best, of each lane the likeliest first.
                 slot = lanes * 0 - 1

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from specgen.kernels.batch_types import KeptPairs, TakenPairs
 from specgen.kernels.overlap import enter, overlap_options
+from specgen.kernels.rows import row_slot, token_slots
 
 _BLOCK = 2048
 
@@ -35,9 +36,7 @@ def _keep_pairs_kernel(
     enter(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
-    slot = tl.load(slot_ids_ptr + row).to(tl.int64)
-    live = slot >= 0
-    live = live & (tl.load(active_ptr + tl.maximum(slot, 0)) != 0)
+    slot, live = row_slot(slot_ids_ptr, active_ptr, row)
     if live:
         position = tl.load(positions_ptr + row)
         place = slot * N + position % N
@@ -73,25 +72,21 @@ def _take_pairs_kernel(
     enter(OVERLAP)
     out = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
-    slot = tl.load(slot_ids_ptr + out // N).to(tl.int64)
-    live = slot >= 0
-    slot = tl.maximum(slot, 0)
-    live = live & (tl.load(active_ptr + slot) != 0)
+    slot, live = row_slot(slot_ids_ptr, active_ptr, out // N)
     place = slot * N + out % N
     position = tl.load(kept_positions_ptr + place)
-    column = position // BLOCK_SIZE
-    live = live & (position >= 0) & (column < num_columns)
+    live = live & (position >= 0) & (position // BLOCK_SIZE < num_columns)
     columns = part * BLOCK + tl.arange(0, BLOCK)
     mask = columns < size
     x = tl.load(kept_features_ptr + place * size + columns, mask=mask & live, other=0.0)
     tl.store(features_ptr + out * size + columns, x, mask=mask)
     if part == 0:
         token = tl.load(kept_tokens_ptr + place)
-        block = tl.load(block_tables_ptr + slot * table_stride + column, mask=live, other=-1)
-        target = block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
+        table_ptr = block_tables_ptr + slot * table_stride
+        token_slot = token_slots(table_ptr, position, live, num_columns, BLOCK_SIZE)
         tl.store(tokens_ptr + out, tl.where(live, token, 0))
         tl.store(positions_ptr + out, tl.where(live, position, 0))
-        tl.store(slot_mapping_ptr + out, tl.where(live & (block >= 0), target, -1))
+        tl.store(slot_mapping_ptr + out, token_slot)
 
 
 def keep_pairs(

@@ -367,82 +367,65 @@ def _judge_kernel(
                     )
             score += id_gumbel(seed, first_token, position, _TARGET, sample)
             best = tl.where(kept, score, float("-inf"))
-        best, drawn = draw_token(
-            x_ptr,
-            V,
-            block_max_ptr,
-            top,
-            temperature,
-            threshold,
-            seed,
-            position,
-            _TARGET,
-            sample,
-            banned,
-            rejected,
-            sum_exp,
-            draft_ptr,
-            draft_ids_ptr,
-            Vd,
-            q_max,
-            q_sum,
-            best,
-            tl.where(best > float("-inf"), first_token, NO_ID),
-            part,
-            tl.num_programs(1),
-            HAS_THRESHOLDS=HAS_THRESHOLDS,
-            HAS_RESIDUAL=HAS_RESIDUAL,
-            HAS_DRAFT_IDS=HAS_DRAFT_IDS,
-            BLOCK=DRAW_BLOCK,
-            STATS_BLOCK=STATS_BLOCK,
-        )
+        drawn = tl.where(best > float("-inf"), first_token, NO_ID)
         at = b * tl.num_programs(1)
-        tl.store(score_ptr + at + part, best)
-        tl.store(token_ptr + at + part, drawn)
-        tl.debug_barrier()  # whichever threads stored
-        # Releases these two to the last program to come, which thereby acquires those of all.
-        num_before = tl.atomic_add(finished_ptr + b, 1, sem="acq_rel")
-        writes = num_before == tl.num_programs(1) - 1
+        first, step, of_residual = part, tl.num_programs(1), rejected
+        passes = part * 0 + 1
+        n = part * 0
+        while n < passes:
+            best, drawn = draw_token(
+                x_ptr,
+                V,
+                block_max_ptr,
+                top,
+                temperature,
+                threshold,
+                seed,
+                position,
+                _TARGET,
+                sample,
+                banned,
+                of_residual,
+                sum_exp,
+                draft_ptr,
+                draft_ids_ptr,
+                Vd,
+                q_max,
+                q_sum,
+                best,
+                drawn,
+                first,
+                step,
+                HAS_THRESHOLDS=HAS_THRESHOLDS,
+                HAS_RESIDUAL=HAS_RESIDUAL,
+                HAS_DRAFT_IDS=HAS_DRAFT_IDS,
+                BLOCK=DRAW_BLOCK,
+                STATS_BLOCK=STATS_BLOCK,
+            )
+            n += 1
+            if passes == 1:
+                tl.store(score_ptr + at + part, best)
+                tl.store(token_ptr + at + part, drawn)
+                tl.debug_barrier()  # whichever threads stored
+                # Releases these two to the last program to come, which so acquires those of all.
+                num_before = tl.atomic_add(finished_ptr + b, 1, sem="acq_rel")
+                writes = num_before == tl.num_programs(1) - 1
+                if writes:
+                    parts = tl.arange(0, PARTS)
+                    is_part = parts < tl.num_programs(1)
+                    scores = tl.load(score_ptr + at + parts, mask=is_part, other=float("-inf"))
+                    tokens = tl.load(token_ptr + at + parts, mask=is_part, other=NO_ID)
+                    best = tl.max(scores, axis=0)
+                    drawn = tl.min(tl.where(scores == best, tokens, NO_ID), axis=0)
+                    if HAS_RESIDUAL:  # noqa: SIM102 (compiled only where it holds)
+                        if rejected & (best == float("-inf")):
+                            # No weight is left: p of that row, all of it by this program.
+                            best = id_gumbel(seed, token, position, _TARGET, sample)
+                            best = tl.where(argmax_kept, best, float("-inf"))
+                            drawn = tl.where(best > float("-inf"), token, NO_ID)
+                            first, step, of_residual = part * 0, part * 0 + 1, tau < 0
+                            passes = part * 0 + 2
         if writes:
-            parts = tl.arange(0, PARTS)
-            is_part = parts < tl.num_programs(1)
-            scores = tl.load(score_ptr + at + parts, mask=is_part, other=float("-inf"))
-            tokens = tl.load(token_ptr + at + parts, mask=is_part, other=NO_ID)
-            best = tl.max(scores, axis=0)
-            drawn = tl.min(tl.where(scores == best, tokens, NO_ID), axis=0)
-            if HAS_RESIDUAL:  # noqa: SIM102 (compiled only where it holds)
-                if rejected & (best == float("-inf")):  # no weight is left: p of that row
-                    best = id_gumbel(seed, token, position, _TARGET, sample)
-                    best = tl.where(argmax_kept, best, float("-inf"))
-                    best, drawn = draw_token(
-                        x_ptr,
-                        V,
-                        block_max_ptr,
-                        top,
-                        temperature,
-                        threshold,
-                        seed,
-                        position,
-                        _TARGET,
-                        sample,
-                        -1,
-                        False,
-                        sum_exp,
-                        draft_ptr,
-                        draft_ids_ptr,
-                        Vd,
-                        q_max,
-                        q_sum,
-                        best,
-                        tl.where(best > float("-inf"), token, NO_ID),
-                        0,
-                        1,
-                        HAS_THRESHOLDS=HAS_THRESHOLDS,
-                        HAS_RESIDUAL=False,
-                        HAS_DRAFT_IDS=False,
-                        BLOCK=DRAW_BLOCK,
-                        STATS_BLOCK=STATS_BLOCK,
-                    )
             # Without a score only a banned argmax is kept, or (a filter of no use) nothing.
             token = tl.where(argmax_kept, token, 0)
             token = tl.where(best > float("-inf"), drawn, token)
