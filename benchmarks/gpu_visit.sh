@@ -48,7 +48,8 @@ for part in $parts; do
                    "--synthetic-acceptance 2.5"; do
         # shellcheck disable=SC2086 - flags are words
         timeout "$LIMIT" python3 -m specgen bench --model llama-3.1-8b --batch-size 1,8,64,256 \
-          --input-len 256 --output-len 256 $draft | tee -a "$RESULTS/bench_llama-3.1-8b.jsonl" |
+          --input-len 256 --output-len 256 $draft |
+          python3 -m benchmarks.record | tee -a "$RESULTS/bench_llama-3.1-8b.jsonl" |
           cut -c1-330
       done ;;
     jobs)
@@ -56,7 +57,8 @@ for part in $parts; do
         for job in mixed shared-prefix; do
           # shellcheck disable=SC2086
           timeout "$LIMIT" python3 -m specgen bench --model llama-3.1-8b --job $job \
-            --max-num-seqs 256 $draft | tee -a "$RESULTS/bench_jobs_llama-3.1-8b.jsonl" |
+            --max-num-seqs 256 $draft |
+            python3 -m benchmarks.record | tee -a "$RESULTS/bench_jobs_llama-3.1-8b.jsonl" |
             cut -c1-330
         done
       done ;;

@@ -1,4 +1,9 @@
-"""What every benchmark record says about where it was measured."""
+"""What every benchmark record says about where it was measured.
+
+As a filter it stamps JSON lines, such as those of `specgen bench`, which know no commit:
+
+    python -m specgen bench ... | python -m benchmarks.record >> results.jsonl
+"""
 
 from __future__ import annotations
 
@@ -8,7 +13,7 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -61,6 +66,14 @@ def write_record(name: str, payload: dict[str, Any], directory: str | Path | Non
     return path
 
 
+def stamp_lines(lines: Iterable[str]) -> Iterator[str]:
+    """Return JSON lines that say of which commit and when they are."""
+    facts = provenance()
+    stamp = {key: facts[key] for key in ("commit", "date")}
+    for line in lines:
+        yield json.dumps({**json.loads(line), **stamp})
+
+
 def _version(package: str) -> str | None:
     from importlib.metadata import PackageNotFoundError, version
 
@@ -89,3 +102,8 @@ def _commit() -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return described.stdout.strip()
+
+
+if __name__ == "__main__":
+    for stamped in stamp_lines(sys.stdin):
+        print(stamped, flush=True)
