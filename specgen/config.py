@@ -153,7 +153,7 @@ class EngineConfig:
             )
         theta = self.draft_rope_theta
         if theta is not None and not 0.0 < theta < float("inf"):
-            raise UsageError(f"--draft-rope-theta must be a number above 0, got {theta}")
+            raise UsageError(f"--draft-rope-theta must be a finite number above 0, got {theta}")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise UsageError(
                 "--gpu-memory-utilization must be above 0 and at most 1, "

@@ -299,13 +299,18 @@ def _memory(
         size = _size(count * dtype.itemsize)
         yield Finding("memory", f"{name} weights", f"{size}: {count:,} in {config.dtype}")
     weights = sum(num_parameters.values()) * dtype.itemsize
+    sizes = RowSizes.of(config, skeleton, head)
+    room = cache_bytes(device, config.gpu_memory_utilization)
+    step_rows = config.max_num_seqs
+    if device.type == "cpu":  # which takes what a step needs; a row that runs has a block at least
+        step_rows = min(step_rows, max(room // sizes.block_bytes, 1))
+    working = activation_bytes(replace(config, max_num_seqs=step_rows), target)
     yield Finding(
         "memory",
         "working memory",
-        f"{_size(activation_bytes(config, target))} for steps of {config.max_num_batched_tokens} "
-        f"prompt tokens or {config.max_num_seqs} rows",
+        f"{_size(working)} for steps of {config.max_num_batched_tokens} prompt tokens "
+        f"or {step_rows} rows",
     )
-    sizes = RowSizes.of(config, skeleton, head)
     kept = (config.max_num_seqs + 1) * sizes.state_bytes
     parts = ["block tables"]
     if sizes.draft_logits_shape:
@@ -315,7 +320,6 @@ def _memory(
     yield Finding("memory", "device rows", f"{_size(kept)} of {', '.join(parts)}")
     per_token = sizes.block_bytes // config.block_size
     yield Finding("memory", "cache of a token", f"{per_token / 1024:.1f} KiB")
-    room = cache_bytes(device, config.gpu_memory_utilization)
     if device.type == "cuda":
         room -= weights
     try:

@@ -59,8 +59,13 @@ def resolve(config: EngineConfig, *, with_weights: bool = True) -> ResolvedConfi
     if draft_dir is None or k == 0:
         auto, k = False, 0
     if config.synthetic_acceptance is not None and k == 0:
+        if draft_dir is None:
+            raise UsageError(
+                "--synthetic-acceptance needs drafts to judge", "give a draft, or leave it out"
+            )
         raise UsageError(
-            "--rejection-sample synthetic needs drafts to judge", "give a draft, or leave it out"
+            "--synthetic-acceptance judges drafts, and --num-speculative-tokens 0 makes none",
+            "give 1 or more, or leave --synthetic-acceptance out",
         )
     return ResolvedConfig(
         model_dir=model_dir,

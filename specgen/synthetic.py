@@ -42,10 +42,16 @@ def check_synthetic_acceptance(asked: SyntheticAcceptance) -> None:
     """
     if not isinstance(asked, tuple):
         if not 1.0 <= asked < float("inf"):
-            raise UsageError(f"{_FLAG} must be a mean length of at least 1, got {asked:g}")
+            raise UsageError(
+                f"{_FLAG} must be a mean length of at least 1, got {asked:g}",
+                "a step yields one token where no draft is accepted",
+            )
         return
     if not asked or not all(0.0 <= rate <= 1.0 for rate in asked):
-        raise UsageError(f"{_FLAG}: rates must be from 0 to 1, got {_listed(asked)}")
+        raise UsageError(
+            f"{_FLAG}: rates must be from 0 to 1, got {_listed(asked)}",
+            "several numbers are rates, one a draft; one number, such as 2.5, is a mean length",
+        )
     if any(later > rate for rate, later in pairwise(asked)):
         raise UsageError(
             f"{_FLAG}: rates must not increase, got {_listed(asked)}",

@@ -135,6 +135,17 @@ def test_what_is_recognised_of_a_draft(pair: tuple[Path, Path]) -> None:
     assert found["target", "end of sequence"].value == "2"
 
 
+def test_a_cpu_needs_memory_for_the_rows_that_fit_not_for_all_that_are_asked(
+    pair: tuple[Path, Path],
+) -> None:
+    found = look(pair[0], max_num_seqs=999_999)
+    text = found["memory", "working memory"].value
+    rows = int(text.split()[-2])
+    assert 1 < rows < 999_999
+    fewer = look(pair[0], max_num_seqs=rows)
+    assert fewer["memory", "working memory"].value == text
+
+
 def test_memory_is_counted_from_headers(pair: tuple[Path, Path]) -> None:
     found = look(*pair, 100, 200, 9999, max_num_seqs=3)
     target = sum(tensor.numel() for tensor in load_state(pair[0]).values())

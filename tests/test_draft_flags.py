@@ -55,8 +55,14 @@ def test_without_them_nothing_is_replaced(configs: list[EngineConfig]) -> None:
         (["--draft-aux-layers", "2,x"], "must be boundaries of the target, such as 2,16,29"),
         (["--draft-aux-layers", "2,2,3"], "--draft-aux-layers must be distinct boundaries"),
         (["--draft-norm-output", "maybe"], "must be true or false, got 'maybe'"),
-        (["--draft-rope-theta", "0"], "--draft-rope-theta must be a number above 0, got 0.0"),
-        (["--draft-rope-theta", "nan"], "--draft-rope-theta must be a number above 0, got nan"),
+        (
+            ["--draft-rope-theta", "0"],
+            "--draft-rope-theta must be a finite number above 0, got 0.0",
+        ),
+        (
+            ["--draft-rope-theta", "nan"],
+            "--draft-rope-theta must be a finite number above 0, got nan",
+        ),
         (["--no-draft", "--draft-rope-theta", "5"], "--draft-rope-theta needs a draft"),
         (["--no-draft", "--draft-norm-output", "false"], "--draft-norm-output needs a draft"),
         (["--model", "m", "--draft-revision", "x"], "--draft-revision needs a draft"),

@@ -135,7 +135,7 @@ def test_a_broken_generation_config_names_the_file(tmp_path: Path) -> None:
         ("block_size", 12, "--block-size must be a power of two, got 12"),
         ("draft_aux_layers", (2, 2, 5), r"--draft-aux-layers must be distinct .*, got \[2, 2, 5\]"),
         ("draft_aux_layers", (), "--draft-aux-layers must be distinct"),
-        ("draft_rope_theta", 0.0, "--draft-rope-theta must be a number above 0, got 0.0"),
+        ("draft_rope_theta", 0.0, "--draft-rope-theta must be a finite number above 0, got 0.0"),
     ],
 )
 def test_flags_out_of_range_are_usage_errors(field: str, value: Any, message: str) -> None:

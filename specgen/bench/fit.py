@@ -57,6 +57,7 @@ def check_batch(jobs: list[Job], config: ResolvedConfig, num_blocks: int) -> Non
         fitting = num_blocks // blocks_per_row
         if fitting >= at_once:
             continue
+        ahead = f" with {lookahead} ahead for drafts" if lookahead else ""
         remedies = [f"--batch-size {fitting}", "shorter rows"]
         if not fitting:
             rows = min(at_once, max(num_blocks // (2 * blocks_of_lookahead), 1))
@@ -68,7 +69,7 @@ def check_batch(jobs: list[Job], config: ResolvedConfig, num_blocks: int) -> Non
             remedies.append("a higher --gpu-memory-utilization")
         raise UsageError(
             f"--batch-size {job.batch}: the cache holds {num_blocks * config.block_size:,} tokens, "
-            f"that is {fitting} rows of {job.longest:,}",
+            f"that is {fitting} rows of {job.longest:,} in blocks of {config.block_size}{ahead}",
             f"give {' or '.join(remedies)}",
         )
 

@@ -22,7 +22,7 @@ from specgen.config import (
     EngineConfig,
     refuse_idle_draft_settings,
 )
-from specgen.errors import UsageError
+from specgen.errors import ModelError, SpecgenError, UsageError
 
 if TYPE_CHECKING:
     from specgen.bench.jobs import Job
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["bench"]
 
 _INPUT_LEN = _OUTPUT_LEN = 256
-_MOST_ROWS, _MOST_RUNS = 1_000_000, 1_000
+_MOST_ROWS, _MOST_PROMPTS, _MOST_RUNS = 1_000_000, 100_000, 1_000
 _JOB_FLAGS = ("batch_size", "input_len", "output_len")
 _CONFIG_FLAGS = (
     "dtype", "device", "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization",
@@ -54,7 +54,7 @@ def _sizes(ctx: click.Context, param: click.Parameter, value: str | None) -> tup
 
 _FLAGS = [
     click.option(
-        "--model", metavar="DIR|PRESET", help="Target; without it the built-in pair. See below."
+        "--model", metavar="DIR|ID|PRESET", help="Target; without it the built-in pair. See below."
     ),
     click.option(
         "--load-format",
@@ -96,7 +96,7 @@ _FLAGS = [
     ),
     click.option(
         "--num-prompts",
-        type=click.IntRange(min=1),
+        type=click.IntRange(1, _MOST_PROMPTS),
         metavar="N",
         help="Prompts of a job.  [default: 1000 mixed, 2000 shared-prefix]",
     ),
@@ -141,7 +141,10 @@ def bench(**flags: Any) -> None:
     sampling_of({"temperature": flags["temperature"]}, {})
     if flags["synthetic_acceptance"] is not None:
         if flags["no_draft"]:
-            raise UsageError("--synthetic-acceptance and --no-draft contradict each other")
+            raise UsageError(
+                "--synthetic-acceptance and --no-draft contradict each other",
+                "leave one of the two out",
+            )
         given = click.get_current_context().get_parameter_source("rejection_sample")
         if given is ParameterSource.COMMANDLINE and flags["rejection_sample"] != "synthetic":
             raise UsageError(
@@ -152,7 +155,11 @@ def bench(**flags: Any) -> None:
         flags["rejection_sample"] = "synthetic"
     with tempfile.TemporaryDirectory(prefix="specgen-bench-") as directory:
         models = _models(flags, Path(directory))
-        _measure_all(flags, models, jobs)
+        try:
+            _measure_all(flags, models, jobs)
+        except SpecgenError as error:  # presets by their names, not by where they were written
+            error.message = error.message.replace(f"{directory}/", "")
+            raise
 
 
 def _jobs(flags: dict[str, Any]) -> list[Job]:
@@ -186,11 +193,19 @@ def _jobs(flags: dict[str, Any]) -> list[Job]:
 def _models(flags: dict[str, Any], parent: Path) -> _Models:
     """Directories of the models; those of presets are written under ``parent``."""
     from specgen.bench.presets import PRESETS, head_of, write_preset
+    from specgen.hub import is_hub_id
 
     model, draft, load_format = flags["model"], flags["draft_model"], flags["load_format"]
     if model in PRESETS and draft is None and not flags["no_draft"]:
         draft = head_of(model)
     given = [name for name in (model, draft) if name is not None]
+    for name in given:
+        if name not in PRESETS and not Path(name).is_dir() and not is_hub_id(name):
+            raise ModelError(
+                f"{name}: no such model directory, and no such preset",
+                f"presets are {', '.join(PRESETS)}; or give a directory with config.json, "
+                "or a hub id",
+            )
     presets = [name for name in given if name in PRESETS and not Path(name).is_dir()]
     if presets:
         if len(presets) < len(given) and load_format != "dummy":
@@ -220,6 +235,9 @@ def _measure_all(flags: dict[str, Any], models: _Models, jobs: list[Job]) -> Non
     batches = [job.batch for job in jobs if job.batch is not None]
     target = str(BUILTIN_TARGET) if models.directory is None else locate(models.directory)
     check_lengths(jobs, read_model_config(target).longest_context)
+    max_num_seqs = flags["max_num_seqs"]
+    if max_num_seqs is None and batches:
+        max_num_seqs = max(batches)
     config = EngineConfig(
         **{name: flags[name] for name in _CONFIG_FLAGS}
         | {
@@ -228,7 +246,7 @@ def _measure_all(flags: dict[str, Any], models: _Models, jobs: list[Job]) -> Non
             "load_format": models.load_format,
             "skip_tokenizer_init": True,
             "max_model_len": max(job.longest for job in jobs),
-            "max_num_seqs": flags["max_num_seqs"] or (max(batches) if batches else None),
+            "max_num_seqs": max_num_seqs,
         }
     )
     refuse_idle_draft_settings(config)

@@ -130,7 +130,8 @@ def _find_files(directory: Path) -> list[Path]:
             return [directory / stem]
     raise ModelError(
         f"{directory}: no weight file",
-        hint="looked for model.safetensors and pytorch_model.bin, single and sharded",
+        hint="looked for model.safetensors and pytorch_model.bin, single and sharded; "
+        "`specgen bench --load-format dummy` needs none",
     )
 
 

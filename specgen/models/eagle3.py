@@ -67,7 +67,7 @@ def parse_eagle3_config(
         known = ("embed_tokens.weight", "lm_head.weight", "d2t", "t2d")
         stored = {name.removesuffix(".weight") for name in known if name in tensors}
         if use_aux:
-            _check_fc(reader, tensors, size, target_size, boundaries)
+            _check_fc(reader, tensors, size, target_size, boundaries, origin)
         _check_stored(reader, stored, size, target_size, vocab_size, draft_vocab_size)
     if not use_aux and size != target_size:
         raise reader.error(
@@ -165,6 +165,7 @@ def _check_fc(
     size: int,
     target_size: int,
     boundaries: tuple[int, ...],
+    origin: str,
 ) -> None:
     """Name a head of another target by its ``fc`` before any other shape is looked at."""
     fc = tensors.get("fc.weight")
@@ -173,7 +174,9 @@ def _check_fc(
         raise ModelError(
             f'{fc.file}: tensor "fc.weight" has shape {list(fc.shape)}, expected {list(expected)}: '
             f"{len(boundaries)} auxiliary states of the target's hidden size {target_size}",
-            hint="the head was made for another target",
+            hint="the head was made for another target"
+            if origin != "override"
+            else "--draft-aux-layers names another number of states than the head takes",
         )
 
 

@@ -16,6 +16,7 @@ from specgen.bench.jobs import fixed_job
 from specgen.cli import cli
 from specgen.config import EngineConfig
 from specgen.errors import UsageError
+from specgen.models import host_memory
 from specgen.models.registry import read_model_config
 from specgen.pipeline.loading import activation_bytes
 from specgen.resolve import resolve
@@ -126,10 +127,20 @@ def test_a_job_on_a_preset() -> None:
         (("--num-prompts", "4"), "--num-prompts belongs to --job"),
         (("--no-draft", "--synthetic-acceptance", "2"), "contradict"),
         (("--synthetic-acceptance", "5"), "3 drafts a step yield at most 4 tokens"),
-        (("--model", "nowhere"), "no such model directory"),
+        (("--model", "nowhere"), "no such model directory, and no such preset"),
+        (("--model", "llama-3.1-8B"), "hint: presets are llama-3.1-8b, "),
+        (("--draft-model", "eagle"), "eagle: no such model directory, and no such preset"),
+        (("--job", "mixed", "--num-prompts", "9" * 20), "not in the range 1<=x<=100000"),
+        (("--job", "mixed", "--model", "llama-3.2-1b", "--max-num-seqs", "0"), "at least 1"),
+        (
+            ("--num-speculative-tokens", "0", "--synthetic-acceptance", "2"),
+            "--num-speculative-tokens 0 makes none",
+        ),
+        (("--draft-aux-layers", "0"), "hint: --draft-aux-layers names another number of states"),
+        (("--synthetic-acceptance", "2,5"), "one number, such as 2.5, is a mean length"),
         (
             ("--model", "llama-3.1-8b", "--batch-size", "8,64"),
-            "--batch-size 64: the cache holds 7,936 tokens, that is 15 rows of 512",
+            "--batch-size 64: the cache holds 7,936 tokens, that is 15 rows of 512 in blocks of 16",
         ),
         (
             ("--model", "llama-3.1-8b", "--input-len", "9000", "--batch-size", "1"),
@@ -147,6 +158,24 @@ def test_refusals_come_at_once_and_name_what_would_fit(args: tuple[str, ...], me
     assert message in result.stderr
     assert result.stdout == ""
     assert "loading" not in result.stderr
+    assert "specgen-bench-" not in result.stderr
+
+
+def test_a_preset_is_told_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by where its configuration was written for this run."""
+    monkeypatch.setattr(host_memory, "available_memory", lambda: 2**30)
+    result = bench("--model", "llama-3.1-8b", "--batch-size", "1", "--input-len", "2")
+    assert result.exit_code == 5
+    assert "llama-3.1-8b has 29.92 GiB of weights, and 1.00 GiB" in result.stderr
+    assert "specgen-bench-" not in result.stderr
+
+
+def test_shapes_without_weights_name_the_way_out(tmp_path: Path) -> None:
+    presets.write_preset("llama-3.2-1b", tmp_path)
+    result = bench("--model", str(tmp_path / "llama-3.2-1b"), "--batch-size", "1", "--no-draft")
+    assert result.exit_code == 5
+    assert "no weight file" in result.stderr
+    assert "--load-format dummy" in result.stderr
 
 
 @pytest.mark.parametrize("flags", [("--num-speculative-tokens", "3"), ("--draft-sample", "gumbel")])
