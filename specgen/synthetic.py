@@ -47,6 +47,12 @@ def check_synthetic_acceptance(asked: SyntheticAcceptance) -> None:
                 "a step yields one token where no draft is accepted",
             )
         return
+    if len(asked) == 1 and not 0.0 <= asked[0] <= 1.0:
+        raise UsageError(
+            f"{_FLAG}: one number is a mean length of at least 1, or the rate of one draft, "
+            f"got {asked[0]:g}",
+            "give a number from 0 on",
+        )
     if not asked or not all(0.0 <= rate <= 1.0 for rate in asked):
         raise UsageError(
             f"{_FLAG}: rates must be from 0 to 1, got {_listed(asked)}",

@@ -149,7 +149,9 @@ def _boundaries(
             f"{reader.source}: auxiliary boundaries {list(boundaries)} ({origin}) must be distinct "
             f"and within 0..{num_layers}, the target's layers",
             hint="the head was made for another target, or name the boundaries with "
-            "--draft-aux-layers",
+            "--draft-aux-layers"
+            if origin != "override"
+            else f"name others from 0 to {num_layers} with --draft-aux-layers, or leave it out",
         )
     declared = reader.positive_int("num_aux_hidden_states", len(boundaries))
     if declared != len(boundaries):

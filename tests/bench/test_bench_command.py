@@ -137,6 +137,9 @@ def test_a_job_on_a_preset() -> None:
             "--num-speculative-tokens 0 makes none",
         ),
         (("--draft-aux-layers", "0"), "hint: --draft-aux-layers names another number of states"),
+        (("--draft-aux-layers", "0,1,99"), "hint: name others from 0 to "),
+        (("--synthetic-acceptance", "-1"), "one number is a mean length of at least 1"),
+        (("--synthetic-acceptance", "nan"), "one number is a mean length of at least 1"),
         (("--synthetic-acceptance", "2,5"), "one number, such as 2.5, is a mean length"),
         (
             ("--model", "llama-3.1-8b", "--batch-size", "8,64"),
