@@ -3,7 +3,7 @@
 Every measurement names the bytes that have to be read at least; ``floor_ratio`` is its time over
 the time that a copy takes for as many.
 
-    python -m benchmarks.kernel_bandwidth --parts verification,filter,products,decode,shared,prefill
+    python -m benchmarks.kernel_bandwidth --parts verification,noise,filter,products,decode
 """
 
 from __future__ import annotations
@@ -111,6 +111,9 @@ def verification(kernels: Kernels) -> Iterator[Row]:
                 zeros,
                 None,
                 None,
+                kernels.lane_noise.largest_noise(
+                    zeros + k, temperatures, seeds, zeros + 50, zeros, k + 1, VOCAB_SIZE
+                ),
             )
             us = graph_us(lambda a=arguments: kernels.rejection.rejection_sample(*a))
             yield {
@@ -122,6 +125,17 @@ def verification(kernels: Kernels) -> Iterator[Row]:
                 "us": us,
                 "bytes": num_bytes,
             }
+
+
+def noise(kernels: Kernels) -> Iterator[Row]:
+    """Looking at the noise of a step, which a step does beside the target's pass."""
+    for rows, k in itertools.product((1, 64, 256), (0, 3)):
+        zeros = i32([0] * rows)
+        temperatures, seeds = torch.ones(rows, device="cuda"), torch.arange(rows, device="cuda")
+        arguments = (zeros + k, temperatures, seeds, zeros + 50, zeros, k + 1, VOCAB_SIZE)
+        us = graph_us(lambda a=arguments: kernels.lane_noise.largest_noise(*a))
+        num_bytes = kernels.lane_noise.largest_noise(*arguments).nbytes
+        yield {"rows": rows, "k": k, "us": us, "bytes": num_bytes}
 
 
 def filter_tokens(kernels: Kernels) -> Iterator[Row]:
@@ -261,6 +275,7 @@ def prefill(kernels: Kernels) -> Iterator[Row]:
 
 PARTS = {
     "verification": verification,
+    "noise": noise,
     "filter": filter_tokens,
     "products": products,
     "decode": decode,

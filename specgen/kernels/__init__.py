@@ -17,6 +17,7 @@ KERNEL_MODULES = (
     "rng",
     "gumbel",
     "logits",
+    "lane_noise",
     "rejection",
     "attention",
     "linear",
@@ -39,6 +40,7 @@ class Kernels:
     rng: Any
     gumbel: Any
     logits: Any
+    lane_noise: Any
     rejection: Any
     attention: Any
     linear: Any

@@ -2,8 +2,8 @@
 
 1. Statistics of every vocabulary block of every row that may be judged, of the target and of the
    draft: the only pass over all the logits.
-2. Programs of a request: combine them into softmaxes and judge the drafts, each for itself. Where a
-   token is drawn they share the vocabulary of row tau, and the last to finish picks and writes.
+2. One program a request combines them into softmaxes, judges the drafts, and draws the token behind
+   those accepted.
 """
 
 from __future__ import annotations
@@ -13,118 +13,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specgen.kernels.draw import draw_token, log_residual
+from specgen.kernels.draw import draw_token
+from specgen.kernels.lane_noise import largest_noise
+from specgen.kernels.lanes import LANE_GROUP, NUM_LANES, VOCAB_BLOCK
 from specgen.kernels.overlap import enter, overlap_options
-from specgen.kernels.rng import address_words, id_gumbel, word_uniform
-from specgen.kernels.row_statistics import (
-    NO_ID,
-    combine_blocks,
-    find_argmax,
-    find_runner_up,
-    store_block,
-)
+from specgen.kernels.rng import address_words, word_uniform
+from specgen.kernels.row_statistics import combine_blocks, find_argmax
+from specgen.kernels.step_statistics import step_statistics
 from specgen.kernels.streams import ACCEPT, GREEDY_TEMPERATURE, TARGET
 
-_STATS_BLOCK = 4096
-_STATS_WARPS = 2
-_GROUP = 8  # logits of one wide load
-_DRAW_BLOCK = 512  # divides the block of the statistics
-_DRAW_WARPS = 1  # nobody waits for another warp
-# Programs that draw: enough to fill a GPU, and few enough that most look at several blocks, with a
-# score to beat from the first on.
-_DRAW_PROGRAMS = 4096
+_JUDGE_WARPS = 4
+_JUDGE_LANES = 32  # read at a time
 _GREEDY = tl.constexpr(GREEDY_TEMPERATURE)
 _ACCEPT = tl.constexpr(ACCEPT)
 _TARGET = tl.constexpr(TARGET)
-
-
-@triton.jit
-def _statistics_kernel(
-    logits_ptr,
-    stride_row,
-    stride_step,
-    draft_logits_ptr,
-    stride_slot,
-    stride_draft,
-    slot_ids_ptr,
-    num_drafts_ptr,
-    temperature_ptr,
-    thresholds_ptr,
-    max_ptr,
-    sum_ptr,
-    first_ptr,
-    draft_max_ptr,
-    draft_sum_ptr,
-    finished_ptr,
-    V,
-    Vd,
-    num_blocks,
-    num_draft_blocks,
-    K: tl.constexpr,
-    HAS_DRAFT_LOGITS: tl.constexpr,
-    HAS_THRESHOLDS: tl.constexpr,
-    HAS_SYNTHETIC: tl.constexpr,
-    BLOCK: tl.constexpr,
-    GROUP: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """Statistics of one block: steps 0 .. K are rows of the target, those behind of the draft."""
-    enter(OVERLAP)
-    b = tl.program_id(0)
-    step = tl.program_id(1)
-    block = tl.program_id(2)
-    if (step == 0) & (block == 0):
-        tl.store(finished_ptr + b, 0)
-    num_drafts = tl.minimum(tl.load(num_drafts_ptr + b), K)
-    temperature = tl.load(temperature_ptr + b)
-    is_sampled = temperature >= _GREEDY
-    temperature = tl.where(is_sampled, temperature, 1.0)
-    # Greedy rows are judged by their argmax. (Synthetic rates measure the time of real ones.)
-    has_probs = is_sampled
-    if HAS_SYNTHETIC:
-        has_probs = temperature > 0.0
-    if step <= K:
-        if (step <= num_drafts) & (block < num_blocks):
-            row = b * (K + 1) + step
-            threshold = 0.0
-            if HAS_THRESHOLDS:
-                threshold = tl.load(thresholds_ptr + row)
-            store_block(
-                logits_ptr + b.to(tl.int64) * stride_row + step.to(tl.int64) * stride_step,
-                block * BLOCK,
-                V,
-                temperature,
-                threshold,
-                has_probs & (step < num_drafts),
-                max_ptr,
-                sum_ptr,
-                first_ptr,
-                row.to(tl.int64) * num_blocks + block,
-                HAS_THRESHOLDS=HAS_THRESHOLDS,
-                HAS_FIRST=True,
-                BLOCK=BLOCK,
-                GROUP=GROUP,
-            )
-    elif HAS_DRAFT_LOGITS:
-        i = step - (K + 1)
-        if has_probs & (i < num_drafts) & (block < num_draft_blocks):
-            slot = tl.load(slot_ids_ptr + b).to(tl.int64)
-            store_block(
-                draft_logits_ptr + slot * stride_slot + i.to(tl.int64) * stride_draft,
-                block * BLOCK,
-                Vd,
-                temperature,
-                0.0,
-                True,
-                draft_max_ptr,
-                draft_sum_ptr,
-                None,
-                (b * K + i).to(tl.int64) * num_draft_blocks + block,
-                HAS_THRESHOLDS=False,
-                HAS_FIRST=False,
-                BLOCK=BLOCK,
-                GROUP=GROUP,
-            )
 
 
 @triton.jit
@@ -133,7 +35,7 @@ def _pick(values, steps, step):
     return tl.sum(tl.where(steps == step, values, 0), axis=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["k"])
 def _judge_kernel(
     logits_ptr,
     stride_row,
@@ -154,11 +56,10 @@ def _judge_kernel(
     max_ptr,
     sum_ptr,
     first_ptr,
+    lane_max_ptr,
     draft_max_ptr,
     draft_sum_ptr,
-    finished_ptr,
-    score_ptr,
-    token_ptr,
+    lane_words_ptr,
     out_tokens_ptr,
     out_num_ptr,
     out_ok_ptr,
@@ -166,7 +67,7 @@ def _judge_kernel(
     Vd,
     num_blocks,
     num_draft_blocks,
-    K: tl.constexpr,
+    k,
     HAS_DRAFT_LOGITS: tl.constexpr,
     HAS_DRAFT_IDS: tl.constexpr,
     HAS_THRESHOLDS: tl.constexpr,
@@ -175,23 +76,21 @@ def _judge_kernel(
     BLOCKS: tl.constexpr,
     DRAFT_BLOCKS: tl.constexpr,
     GROUP: tl.constexpr,
-    STATS_BLOCK: tl.constexpr,
-    DRAW_BLOCK: tl.constexpr,
-    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
+    NUM_TOKENS: tl.constexpr,
+    WIDTH: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Judge the drafts of one request, draw the token behind those accepted, write the outputs."""
     enter(OVERLAP)
     b = tl.program_id(0)
-    part = tl.program_id(1)
     num_drafts = tl.load(num_drafts_ptr + b)
     padding = num_drafts < 0
-    temperature = tl.load(temperature_ptr + b)
-    is_sampled = temperature >= _GREEDY
-    if (part > 0) & (padding | (temperature < _GREEDY)):
-        return
-    num_drafts = tl.minimum(num_drafts, K)
-    temperature = tl.where(is_sampled, temperature, 1.0)
+    temperature_given = tl.load(temperature_ptr + b)
+    is_sampled = temperature_given >= _GREEDY
+    num_drafts = tl.minimum(num_drafts, k)
+    temperature = tl.where(is_sampled, temperature_given, 1.0)
     has_probs = is_sampled
     if HAS_SYNTHETIC:
         has_probs = temperature > 0.0
@@ -202,7 +101,7 @@ def _judge_kernel(
     is_row = steps <= num_drafts
     is_draft = steps < num_drafts
     has_p = steps < tl.where(has_probs, num_drafts, 0)
-    row = b * (K + 1)
+    row = b * (k + 1)
     block_max, row_max, total = combine_blocks(
         max_ptr,
         sum_ptr,
@@ -214,20 +113,22 @@ def _judge_kernel(
         temperature,
         BLOCKS,
     )
-    argmax = find_argmax(
-        row_ptr,
-        stride_step,
-        steps,
-        is_row,
-        V,
-        first_ptr,
-        row,
-        num_blocks,
-        block_max,
-        row_max,
-        BLOCKS,
-        GROUP,
-    )
+    argmax = steps * 0
+    if temperature_given < _GREEDY:
+        argmax = find_argmax(
+            row_ptr,
+            stride_step,
+            steps,
+            is_row,
+            V,
+            first_ptr,
+            row,
+            num_blocks,
+            block_max,
+            row_max,
+            BLOCKS,
+            GROUP,
+        )
     good = (row_max > float("-inf")) & (row_max < float("inf"))
     threshold = 0.0
     if HAS_THRESHOLDS:
@@ -239,10 +140,11 @@ def _judge_kernel(
     draft_max = row_max
     draft_total = total
 
+    logit = row_max
     drafts = tl.full([STEPS], -1, tl.int32)
     tau = num_drafts * 0
-    if K > 0:
-        drafts = tl.load(draft_tokens_ptr + b * K + steps, mask=is_draft, other=-1)
+    if STEPS > 1:
+        drafts = tl.load(draft_tokens_ptr + b * k + steps, mask=is_draft, other=-1)
         in_vocab = (drafts >= 0) & (drafts < V)
         x = tl.where(in_vocab, drafts, 0)
         logit = tl.load(row_ptr + steps.to(tl.int64) * stride_step + x, mask=is_draft, other=0.0)
@@ -260,7 +162,7 @@ def _judge_kernel(
             _, draft_max, draft_total = combine_blocks(
                 draft_max_ptr,
                 draft_sum_ptr,
-                b * K,
+                b * k,
                 steps,
                 has_p,
                 has_p,
@@ -288,100 +190,47 @@ def _judge_kernel(
     # Row tau. A bad one accepted nothing: it ends the request.
     ok = _pick(good.to(tl.int32), steps, tau) > 0
     token = _pick(argmax, steps, tau)
-    writes = part == 0
     if ok & is_sampled:
+        at = (row + tau).to(tl.int64) * num_blocks
         top = _pick(row_max, steps, tau)
-        position = first_position + tau
-        x_ptr = row_ptr + tau.to(tl.int64) * stride_step
-        block_max_ptr = max_ptr + (row + tau).to(tl.int64) * num_blocks
-        argmax_kept = top == top
         if HAS_THRESHOLDS:
             threshold = _pick(thresholds, steps, tau)
-            argmax_kept = top >= threshold
         # A rejection leaves the residual; without q, that is all tokens but the draft.
         HAS_RESIDUAL: tl.constexpr = HAS_DRAFT_LOGITS and not HAS_SYNTHETIC
         rejected = tau < num_drafts
         if HAS_SYNTHETIC:
             rejected = tau < 0
-        banned = -1
+        banned = tau * 0 - 1
+        kept_banned = banned
         q_max = top
         q_sum = top
         sum_exp = top
-        log_weight = top * 0.0
         if HAS_RESIDUAL:
             draft_ptr += tau.to(tl.int64) * stride_draft
             q_max = _pick(draft_max, steps, tau)
             q_sum = _pick(draft_total, steps, tau)
             sum_exp = _pick(total, steps, tau)
-            if rejected:
-                log_weight = log_residual(
-                    log_weight,
-                    sum_exp,
-                    token,
-                    V,
-                    draft_ptr,
-                    draft_ids_ptr,
-                    Vd,
-                    q_max,
-                    q_sum,
-                    temperature,
-                    HAS_DRAFT_IDS,
-                )
         else:
             banned = tl.where(rejected, _pick(drafts, steps, tau), -1)
-        # The score to beat: that of the argmax, or where it may not be drawn of another large one.
-        first_token = token
-        best = log_weight + id_gumbel(seed, token, position, _TARGET, sample)
-        best = tl.where(argmax_kept & (token != banned), best, float("-inf"))
-        if best == float("-inf"):
-            largest, first_token = find_runner_up(
-                x_ptr,
-                V,
-                max_ptr,
-                first_ptr,
-                (row + tau).to(tl.int64) * num_blocks,
-                token,
-                num_blocks,
-                BLOCKS,
-                GROUP,
-                STATS_BLOCK,
-            )
-            kept = (largest > float("-inf")) & (first_token != banned)
+            kept_banned = banned
             if HAS_THRESHOLDS:
-                kept = kept & (largest >= threshold)
-            score = (largest - top) / temperature
-            if HAS_RESIDUAL:  # noqa: SIM102 (compiled only where it holds)
-                if rejected:
-                    score = log_residual(
-                        score,
-                        sum_exp,
-                        first_token,
-                        V,
-                        draft_ptr,
-                        draft_ids_ptr,
-                        Vd,
-                        q_max,
-                        q_sum,
-                        temperature,
-                        HAS_DRAFT_IDS,
-                    )
-            score += id_gumbel(seed, first_token, position, _TARGET, sample)
-            best = tl.where(kept, score, float("-inf"))
-        drawn = tl.where(best > float("-inf"), first_token, NO_ID)
-        at = b * tl.num_programs(1)
-        first, step, of_residual = part, tl.num_programs(1), rejected
-        passes = part * 0 + 1
-        n = part * 0
-        while n < passes:
+                kept_banned = tl.where(_pick(logit, steps, tau) >= threshold, banned, -1)
+        best = top * 0.0
+        drawn = token
+        of_residual = rejected
+        remains = tau * 0 + 1
+        while remains > 0:
             best, drawn = draw_token(
-                x_ptr,
+                row_ptr + tau.to(tl.int64) * stride_step,
                 V,
-                block_max_ptr,
+                lane_max_ptr + at * LANES,
+                num_blocks,
                 top,
                 temperature,
                 threshold,
+                lane_words_ptr + at * (2 * LANES),
                 seed,
-                position,
+                first_position + tau,
                 _TARGET,
                 sample,
                 banned,
@@ -392,50 +241,29 @@ def _judge_kernel(
                 Vd,
                 q_max,
                 q_sum,
-                best,
-                drawn,
-                first,
-                step,
                 HAS_THRESHOLDS=HAS_THRESHOLDS,
                 HAS_RESIDUAL=HAS_RESIDUAL,
                 HAS_DRAFT_IDS=HAS_DRAFT_IDS,
-                BLOCK=DRAW_BLOCK,
-                STATS_BLOCK=STATS_BLOCK,
+                BLOCK=BLOCK,
+                BLOCKS=BLOCKS,
+                GROUP=GROUP,
+                LANES=LANES,
+                NUM_TOKENS=NUM_TOKENS,
+                WIDTH=WIDTH,
             )
-            n += 1
-            if passes == 1:
-                tl.store(score_ptr + at + part, best)
-                tl.store(token_ptr + at + part, drawn)
-                tl.debug_barrier()  # whichever threads stored
-                # Releases these two to the last program to come, which so acquires those of all.
-                num_before = tl.atomic_add(finished_ptr + b, 1, sem="acq_rel")
-                writes = num_before == tl.num_programs(1) - 1
-                if writes:
-                    parts = tl.arange(0, PARTS)
-                    is_part = parts < tl.num_programs(1)
-                    scores = tl.load(score_ptr + at + parts, mask=is_part, other=float("-inf"))
-                    tokens = tl.load(token_ptr + at + parts, mask=is_part, other=NO_ID)
-                    best = tl.max(scores, axis=0)
-                    drawn = tl.min(tl.where(scores == best, tokens, NO_ID), axis=0)
-                    if HAS_RESIDUAL:  # noqa: SIM102 (compiled only where it holds)
-                        if rejected & (best == float("-inf")):
-                            # No weight is left: p of that row, all of it by this program.
-                            best = id_gumbel(seed, token, position, _TARGET, sample)
-                            best = tl.where(argmax_kept, best, float("-inf"))
-                            drawn = tl.where(best > float("-inf"), token, NO_ID)
-                            first, step, of_residual = part * 0, part * 0 + 1, tau < 0
-                            passes = part * 0 + 2
-        if writes:
-            # Without a score only a banned argmax is kept, or (a filter of no use) nothing.
-            token = tl.where(argmax_kept, token, 0)
-            token = tl.where(best > float("-inf"), drawn, token)
-    if writes:
-        num_sampled = tl.where(ok, tau + 1, 0)
-        tokens = tl.where(steps == tau, token, drafts)
-        tokens = tl.where(steps < num_sampled, tokens, -1)
-        tl.store(out_tokens_ptr + row + steps, tokens, mask=steps <= K)
-        tl.store(out_num_ptr + b, num_sampled)
-        tl.store(out_ok_ptr + b, (ok | padding).to(tl.int8))
+            # No weight of the residual is left: p of that row.
+            remains = 0
+            if HAS_RESIDUAL:
+                remains = (of_residual & (best == float("-inf"))).to(tl.int32)
+            of_residual = tau < 0
+        # Without a score only a banned token is kept, or (a filter of no use) nothing.
+        token = tl.where(best > float("-inf"), drawn, tl.maximum(kept_banned, 0))
+    num_sampled = tl.where(ok, tau + 1, 0)
+    tokens = tl.where(steps == tau, token, drafts)
+    tokens = tl.where(steps < num_sampled, tokens, -1)
+    tl.store(out_tokens_ptr + row + steps, tokens, mask=steps <= k)
+    tl.store(out_num_ptr + b, num_sampled)
+    tl.store(out_ok_ptr + b, (ok | padding).to(tl.int8))
 
 
 def rejection_sample(
@@ -451,6 +279,7 @@ def rejection_sample(
     sample_index: Tensor,
     thresholds: Tensor | None,
     synthetic_rates: Tensor | None = None,
+    lane_words: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Judge the drafts of every row and draw the token after them; see the twin for shapes."""
     batch, num_steps, vocab_size = target_logits.shape
@@ -479,54 +308,24 @@ def rejection_sample(
         thresholds = thresholds.contiguous()
     if synthetic_rates is not None:
         synthetic_rates = synthetic_rates.contiguous()
-
-    num_blocks = triton.cdiv(vocab_size, _STATS_BLOCK)
-    num_draft_blocks = triton.cdiv(draft_vocab, _STATS_BLOCK)
-    shape, draft_shape = (batch, num_steps, num_blocks), (batch, k, num_draft_blocks)
-    block_max = torch.empty(shape, dtype=torch.float32, device=device)
-    block_sum = torch.empty(shape, dtype=torch.float32, device=device)
-    block_first = torch.empty(shape, dtype=torch.int32, device=device)
-    draft_max = torch.empty(draft_shape, dtype=torch.float32, device=device)
-    draft_sum = torch.empty(draft_shape, dtype=torch.float32, device=device)
-    num_finished = torch.empty((batch,), dtype=torch.int32, device=device)
-    branches = {
-        "K": k,
-        "HAS_DRAFT_LOGITS": draft_logits is not None,
-        "HAS_THRESHOLDS": thresholds is not None,
-        "HAS_SYNTHETIC": synthetic_rates is not None,
-        "GROUP": _GROUP,
-        **overlap_options(target_logits),
-    }
-    all_steps = num_steps if draft_logits is None else num_steps + k
-    _statistics_kernel[(batch, all_steps, max(num_blocks, num_draft_blocks))](
+    row_arguments = (temperature, seeds, first_positions, sample_index)
+    if lane_words is None:
+        lane_words = largest_noise(num_draft_tokens, *row_arguments, num_steps, vocab_size)
+    num_blocks = triton.cdiv(vocab_size, VOCAB_BLOCK)
+    num_draft_blocks = triton.cdiv(draft_vocab, VOCAB_BLOCK)
+    assert lane_words.shape == (batch, num_steps, num_blocks, 2, NUM_LANES), lane_words.shape
+    options = overlap_options(target_logits)
+    statistics = step_statistics(
         target_logits,
-        target_logits.stride(0),
-        target_logits.stride(1),
         draft_logits,
-        *draft_strides,
         slot_ids,
         num_draft_tokens,
         temperature,
         thresholds,
-        block_max,
-        block_sum,
-        block_first,
-        draft_max,
-        draft_sum,
-        num_finished,
-        vocab_size,
-        draft_vocab,
-        num_blocks,
-        num_draft_blocks,
-        BLOCK=_STATS_BLOCK,
-        num_warps=_STATS_WARPS,
-        **branches,
+        has_synthetic=synthetic_rates is not None,
+        options=options,
     )
-    num_draw_blocks = triton.cdiv(vocab_size, _DRAW_BLOCK)
-    num_parts = min(num_draw_blocks, triton.cdiv(_DRAW_PROGRAMS, batch))
-    part_score = torch.empty((batch, num_parts), dtype=torch.float32, device=device)
-    part_token = torch.empty((batch, num_parts), dtype=torch.int32, device=device)
-    _judge_kernel[(batch, num_parts)](
+    _judge_kernel[(batch,)](
         target_logits,
         target_logits.stride(0),
         target_logits.stride(1),
@@ -542,14 +341,8 @@ def rejection_sample(
         sample_index.contiguous(),
         thresholds,
         synthetic_rates,
-        block_max,
-        block_sum,
-        block_first,
-        draft_max,
-        draft_sum,
-        num_finished,
-        part_score,
-        part_token,
+        *statistics,
+        lane_words,
         tokens,
         num_sampled,
         ok,
@@ -557,14 +350,20 @@ def rejection_sample(
         draft_vocab,
         num_blocks,
         num_draft_blocks,
+        k,
+        HAS_DRAFT_LOGITS=draft_logits is not None,
         HAS_DRAFT_IDS=draft_ids is not None,
+        HAS_THRESHOLDS=thresholds is not None,
+        HAS_SYNTHETIC=synthetic_rates is not None,
         STEPS=triton.next_power_of_2(num_steps),
         BLOCKS=triton.next_power_of_2(num_blocks),
         DRAFT_BLOCKS=triton.next_power_of_2(max(num_draft_blocks, 1)),
-        STATS_BLOCK=_STATS_BLOCK,
-        DRAW_BLOCK=_DRAW_BLOCK,
-        PARTS=triton.next_power_of_2(num_draw_blocks),
-        num_warps=_DRAW_WARPS,
-        **branches,
+        GROUP=LANE_GROUP,
+        BLOCK=VOCAB_BLOCK,
+        LANES=NUM_LANES,
+        NUM_TOKENS=32 * _JUDGE_WARPS,
+        WIDTH=_JUDGE_LANES,
+        num_warps=_JUDGE_WARPS,
+        **options,
     )
     return tokens, num_sampled, ok.view(torch.bool)

@@ -16,15 +16,14 @@ from torch import Tensor
 from specgen.kernels.streams import ACCEPT
 
 _BLOCK = 1024
+_IS_COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
+_FACTOR0 = tl.constexpr(0xD2511F53)
+_FACTOR2 = tl.constexpr(0xCD9E8D57)
 _SCALE = tl.constexpr(2.0**-32)
 _HALF_STEP = tl.constexpr(2.0**-33)
-_LARGEST_UNIFORM = tl.constexpr(1.0 - 2.0**-24)
 _LN2 = tl.constexpr(math.log(2.0))
 _SLACK = tl.constexpr(1e-3)
-# No noise exceeds that of the smallest uniform, 2**-33.
-LARGEST_GUMBEL = tl.constexpr(33 * math.log(2.0) + 1e-3)
-_LARGEST_WORD = tl.constexpr((1 << 32) - 1)
-_LARGEST_BOUND = tl.constexpr(2.0**32 - 2.0**8)  # the fp32 number before 2**32
+_LARGEST_UNIFORM = tl.constexpr(1.0 - 2.0**-24)
 
 
 @triton.jit
@@ -58,17 +57,19 @@ def word_gumbel_bound(words):
 
 
 @triton.jit
-def gumbel_word_bound(noise):
-    """Return a word that is not exceeded by one whose Gumbel noise is at least ``noise``."""
-    bound = tl.exp2(32.0 - (noise - _SLACK) / _LN2)
-    word = tl.minimum(bound, _LARGEST_BOUND).to(tl.uint32)
-    return tl.where(bound < _LARGEST_BOUND, word, _LARGEST_WORD)
-
-
-@triton.jit
 def _multiply(x, factor):
     """Return the high and the low half of a product of uint32."""
-    product = x.to(tl.uint64) * factor
+    if _IS_COMPILED:  # one instruction, which LLVM often makes two of
+        product = tl.inline_asm_elementwise(
+            "mul.wide.u32 $0, $1, $2;",
+            "=l,r,r",
+            [x, factor],
+            dtype=tl.uint64,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        product = x.to(tl.uint64) * factor
     return (product >> 32).to(tl.uint32), product.to(tl.uint32)
 
 
@@ -86,8 +87,8 @@ def address_words(seed, c0, c1, c2, c3):
     x2 = (c0 * 0 + c2).to(tl.uint32)
     x3 = (c0 * 0 + c3).to(tl.uint32)
     for _ in tl.static_range(10):
-        high0, low0 = _multiply(x0, 0xD2511F53)
-        high2, low2 = _multiply(x2, 0xCD9E8D57)
+        high0, low0 = _multiply(x0, _FACTOR0)
+        high2, low2 = _multiply(x2, _FACTOR2)
         x0 = high2 ^ x1 ^ key0
         x1 = low2
         x2 = high0 ^ x3 ^ key1

@@ -12,15 +12,30 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _block_max(x, start, first_ptr, at, HAS_FIRST: tl.constexpr, GROUP: tl.constexpr):
-    """Return the maximum of a block; with HAS_FIRST store the first id of its first GROUP."""
-    BLOCK: tl.constexpr = x.shape[0]
-    group_max = tl.max(tl.reshape(x, [BLOCK // GROUP, GROUP]), axis=1)
-    block_max = tl.max(group_max, axis=0)
-    if HAS_FIRST:
-        firsts = start + tl.arange(0, BLOCK // GROUP) * GROUP
-        first = tl.min(tl.where(group_max == block_max, firsts, NO_ID), axis=0)
-        tl.store(first_ptr + at, first)
+def _block_max(
+    x,
+    start,
+    first_ptr,
+    lane_max_ptr,
+    at,
+    has_lanes,
+    HAS_ROW: tl.constexpr,
+    GROUP: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Return the maximum of a block, and store what a row needs to find its token."""
+    GROUPS: tl.constexpr = x.shape[0] // GROUP
+    group_max = tl.max(tl.reshape(x, [GROUPS, GROUP]), axis=1)
+    lane_max = tl.max(tl.reshape(group_max, [GROUPS // LANES, LANES]), axis=0)
+    block_max = tl.max(lane_max, axis=0)
+    if HAS_ROW:
+        if has_lanes:
+            out = lane_max_ptr + at * LANES + tl.arange(0, LANES)
+            tl.store(out, lane_max.to(lane_max_ptr.dtype.element_ty))
+        else:
+            firsts = start + tl.arange(0, GROUPS) * GROUP
+            first = tl.min(tl.where(group_max == block_max, firsts, NO_ID), axis=0)
+            tl.store(first_ptr + at, first)
     return block_max
 
 
@@ -32,25 +47,31 @@ def store_block(
     temperature,
     threshold,
     needs_sum,
+    has_lanes,
     max_ptr,
     sum_ptr,
     first_ptr,
+    lane_max_ptr,
     at,
     HAS_THRESHOLDS: tl.constexpr,
-    HAS_FIRST: tl.constexpr,
+    HAS_ROW: tl.constexpr,
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
+    LANES: tl.constexpr,
 ):
     """Write the statistics ``at`` of the block of a row's logits that begins at ``start``.
 
-    The maximum (+inf where the block holds NaN or +inf); with HAS_FIRST the first id of the first
-    GROUP that has it; and if needed the sum of ``exp((logit - maximum) / T)`` of the kept tokens.
+    The maximum (+inf where the block holds NaN or +inf); if needed the sum of ``exp((logit -
+    maximum) / T)`` of the kept tokens; and with HAS_ROW either the maximum of every lane, in the
+    type of the logits, or the first id of the first GROUP that has the block's.
     """
     # Every instruction for each logit counts here.
     offs = start + tl.arange(0, BLOCK)
     x = tl.load(row_ptr + offs, mask=offs < V, other=float("-inf")).to(tl.float32)
     if needs_sum:
-        block_max = _block_max(x, start, first_ptr, at, HAS_FIRST, GROUP)
+        block_max = _block_max(
+            x, start, first_ptr, lane_max_ptr, at, has_lanes, HAS_ROW, GROUP, LANES
+        )
         is_number = (block_max > float("-inf")) & (block_max < float("inf"))
         base = tl.where(is_number, block_max, 0.0)
         scale = _LOG2E / temperature
@@ -65,7 +86,10 @@ def store_block(
         tl.store(sum_ptr + at, total * tl.exp2(-tl.fma(base, scale, -offset)))
     else:
         x = tl.where(x < float("inf"), x, float("inf"))
-        tl.store(max_ptr + at, _block_max(x, start, first_ptr, at, HAS_FIRST, GROUP))
+        block_max = _block_max(
+            x, start, first_ptr, lane_max_ptr, at, has_lanes, HAS_ROW, GROUP, LANES
+        )
+        tl.store(max_ptr + at, block_max)
 
 
 @triton.jit
@@ -113,30 +137,3 @@ def find_argmax(
     values = logits_ptr + rows.to(tl.int64)[:, None] * stride + ids
     x = tl.load(values, mask=mask[:, None] & (ids < V), other=float("-inf")).to(tl.float32)
     return tl.min(tl.where(x == row_max[:, None], ids, NO_ID), axis=1)
-
-
-@triton.jit
-def find_runner_up(
-    row_ptr,
-    V,
-    max_ptr,
-    first_ptr,
-    at,
-    token,
-    num_blocks,
-    BLOCKS: tl.constexpr,
-    GROUP: tl.constexpr,
-    STATS_BLOCK: tl.constexpr,
-):
-    """Return the largest logit of a row's blocks but that of ``token``, and the lowest id that has
-    it there. The row's statistics begin ``at``. Without such blocks the logit is -inf.
-    """
-    blocks = tl.arange(0, BLOCKS)
-    others = (blocks < num_blocks) & (blocks != token // STATS_BLOCK)
-    maxima = tl.load(max_ptr + at + blocks, mask=others, other=float("-inf"))
-    largest = tl.max(maxima, axis=0)
-    has_it = (maxima == largest) & (maxima > float("-inf"))
-    first = tl.min(tl.load(first_ptr + at + blocks, mask=has_it, other=NO_ID), axis=0)
-    ids = tl.where(first < V, first, 0) + tl.arange(0, GROUP)
-    x = tl.load(row_ptr + ids, mask=ids < V, other=float("-inf")).to(tl.float32)
-    return largest, tl.min(tl.where(x == largest, ids, NO_ID), axis=0)

@@ -8,7 +8,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
-__all__ = ["Capture", "CudaCapture"]
+__all__ = ["Capture", "CudaCapture", "SideStream"]
 
 T = TypeVar("T")
 
@@ -68,6 +68,31 @@ class CudaCapture:
             return graph.replay, made
         # Outside the handler: what the error's frames hold is let go of first.
         raise torch.OutOfMemoryError("no memory for a CUDA graph")
+
+
+class SideStream:
+    """Work that a captured step does beside its own, in a branch of the graph.
+
+    Outside a capture the work is done in its turn.
+    """
+
+    def __init__(self) -> None:
+        self._stream: torch.cuda.Stream | None = None
+
+    def fork(self, work: Callable[[], T]) -> T:
+        """Start what depends on nothing that follows; its result is there after :meth:`join`."""
+        if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+            return work()
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            return work()
+
+    def join(self) -> None:
+        """Wait for what was started, as every captured step has to."""
+        if self._stream is not None and torch.cuda.is_current_stream_capturing():
+            torch.cuda.current_stream().wait_stream(self._stream)
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:

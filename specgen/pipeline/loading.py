@@ -319,6 +319,7 @@ def _assemble(
             kernels,
             state,
             None if draft is None else draft.draft_ids,
+            config.vocab_size,
             config.synthetic_rates,
         ),
         drafter,

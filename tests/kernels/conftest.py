@@ -8,14 +8,15 @@ import pytest
 import torch
 import triton
 
-from specgen.kernels import rejection
+from specgen.kernels import lane_noise
 
 
 @pytest.fixture(autouse=True)
-def larger_draw_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def fewer_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter's time is that of operations, however many ids they have."""
     if triton.knobs.runtime.interpret:
-        monkeypatch.setattr(rejection, "_DRAW_BLOCK", 2048)
+        monkeypatch.setattr(lane_noise, "_CALLS", 16)
+        monkeypatch.setattr(lane_noise, "_WIDTH", 16)
 
 
 def fill_with_poison(tensor: torch.Tensor) -> torch.Tensor:
