@@ -54,8 +54,11 @@ def i32(values: Any) -> torch.Tensor:
 
 
 def _logits(rows: int, steps: int, shape: str) -> torch.Tensor:
-    """Logits [rows, steps, V]: flat, or as of a model, a few 20 above the rest."""
-    logits = bf16(rows, steps, VOCAB_SIZE, scale=3.0 if shape == "flat" else 1.0)
+    """Logits [rows, steps, V]: of a standard deviation of 3 (flat) or 1.3 (as random weights give
+    them), or as of a model, a few 20 above the rest (peaked).
+    """
+    scale = {"flat": 3.0, "random": 1.3, "peaked": 1.0}[shape]
+    logits = bf16(rows, steps, VOCAB_SIZE, scale=scale)
     if shape == "peaked":
         peaks = torch.randint(VOCAB_SIZE, (rows, steps, 3), device="cuda")
         logits.scatter_(-1, peaks, 20.0 + bf16(rows, steps, 3))
@@ -69,7 +72,7 @@ def verification(kernels: Kernels) -> Iterator[Row]:
     from logits of their own are judged by those, which are then read too.
     """
     for rows, k, shape, drafted in itertools.product(
-        (1, 64, 256), (0, 3), ("flat", "peaked"), ("greedy", "gumbel")
+        (1, 64, 256), (0, 3), ("flat", "random", "peaked"), ("greedy", "gumbel")
     ):
         if k == 0 and drafted == "gumbel":
             continue

@@ -263,68 +263,6 @@ def draw_token(
     noisy_top = tl.max(noisy_bounds, axis=1)
     remains = 1
     while remains > 0:
-        is_open = _may_win(top, bar)
-        lane = tl.min(tl.where(bounds == top[:, None], lanes, NO_ID), axis=1)
-        bounds = tl.where(lanes == lane[:, None], float("-inf"), bounds)
-        top = tl.max(bounds, axis=1)
-        lane = tl.where(is_open, lane, 0)
-        first = tl.multiple_of(lane // LANES * BLOCK + lane % LANES * GROUP, GROUP)
-        ids = first[:, None] + columns[None, :]
-        is_read = is_open[:, None] & (ids < V)
-        x = tl.load(row_ptr + ids, mask=is_read, other=float("-inf")).to(tl.float32)
-        y = (x - row_max) * cold
-        if HAS_RESIDUAL:  # noqa: SIM102 (compiled only where it holds)
-            if use_residual:
-                y = log_total + _log_residual(
-                    (x - row_max) / temperature,
-                    total,
-                    ids,
-                    is_read,
-                    draft_ptr,
-                    draft_ids_ptr,
-                    Vd,
-                    draft_max,
-                    draft_total,
-                    temperature,
-                    HAS_DRAFT_IDS,
-                )
-        word = _load_words(lane_words_ptr, lane, LANES, is_open, LANES)
-        y += _noise_bound(word, LANE_IDS)[:, None]
-        is_kept = ids != banned
-        if HAS_THRESHOLDS:
-            is_kept = is_kept & (x >= threshold)
-        y = tl.where(is_kept, y, float("-inf"))
-        highest = tl.max(y, axis=1)
-        lane_remains = _any_may_win(highest, bar)
-        while lane_remains > 0:
-            chosen = tl.min(tl.where(y == highest[:, None], ids, NO_ID), axis=1)
-            best, token = _score_tokens(
-                chosen,
-                id_gumbel(seed, chosen, position, c2, sample),
-                _may_win(highest, bar),
-                row_ptr,
-                row_max,
-                temperature,
-                threshold,
-                banned,
-                use_residual,
-                total,
-                draft_ptr,
-                draft_ids_ptr,
-                Vd,
-                draft_max,
-                draft_total,
-                best,
-                token,
-                HAS_THRESHOLDS,
-                HAS_RESIDUAL,
-                HAS_DRAFT_IDS,
-            )
-            bar = _bar(best, lowest, log_total)
-            y = tl.where(ids == chosen[:, None], float("-inf"), y)
-            highest = tl.max(y, axis=1)
-            lane_remains = _any_may_win(highest, bar)
-
         if _any_may_win(noisy_top, bar) > 0:
             is_noisy = _may_win(noisy_top, bar)
             noisy_lane = tl.min(
@@ -359,5 +297,67 @@ def draw_token(
                 HAS_DRAFT_IDS,
             )
             bar = _bar(best, lowest, log_total)
+        if _any_may_win(top, bar) > 0:
+            is_open = _may_win(top, bar)
+            lane = tl.min(tl.where(bounds == top[:, None], lanes, NO_ID), axis=1)
+            bounds = tl.where(lanes == lane[:, None], float("-inf"), bounds)
+            top = tl.max(bounds, axis=1)
+            lane = tl.where(is_open, lane, 0)
+            first = tl.multiple_of(lane // LANES * BLOCK + lane % LANES * GROUP, GROUP)
+            ids = first[:, None] + columns[None, :]
+            is_read = is_open[:, None] & (ids < V)
+            x = tl.load(row_ptr + ids, mask=is_read, other=float("-inf")).to(tl.float32)
+            y = (x - row_max) * cold
+            if HAS_RESIDUAL:  # noqa: SIM102 (compiled only where it holds)
+                if use_residual:
+                    y = log_total + _log_residual(
+                        (x - row_max) / temperature,
+                        total,
+                        ids,
+                        is_read,
+                        draft_ptr,
+                        draft_ids_ptr,
+                        Vd,
+                        draft_max,
+                        draft_total,
+                        temperature,
+                        HAS_DRAFT_IDS,
+                    )
+            word = _load_words(lane_words_ptr, lane, LANES, is_open, LANES)
+            y += _noise_bound(word, LANE_IDS)[:, None]
+            is_kept = ids != banned
+            if HAS_THRESHOLDS:
+                is_kept = is_kept & (x >= threshold)
+            y = tl.where(is_kept, y, float("-inf"))
+            highest = tl.max(y, axis=1)
+            lane_remains = _any_may_win(highest, bar)
+            while lane_remains > 0:
+                chosen = tl.min(tl.where(y == highest[:, None], ids, NO_ID), axis=1)
+                best, token = _score_tokens(
+                    chosen,
+                    id_gumbel(seed, chosen, position, c2, sample),
+                    _may_win(highest, bar),
+                    row_ptr,
+                    row_max,
+                    temperature,
+                    threshold,
+                    banned,
+                    use_residual,
+                    total,
+                    draft_ptr,
+                    draft_ids_ptr,
+                    Vd,
+                    draft_max,
+                    draft_total,
+                    best,
+                    token,
+                    HAS_THRESHOLDS,
+                    HAS_RESIDUAL,
+                    HAS_DRAFT_IDS,
+                )
+                bar = _bar(best, lowest, log_total)
+                y = tl.where(ids == chosen[:, None], float("-inf"), y)
+                highest = tl.max(y, axis=1)
+                lane_remains = _any_may_win(highest, bar)
         remains = tl.maximum(_any_may_win(top, bar), _any_may_win(noisy_top, bar))
     return best, token

@@ -40,6 +40,8 @@ class CudaCapture:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
+        # Work of a side stream, whose priority is the usual one, is to fill what a step leaves.
+        self._stream = torch.cuda.Stream(device, priority=-1)
         # A pool ends with the last graph that uses it; nothing can be captured into it then.
         self._living: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
 
@@ -48,15 +50,13 @@ class CudaCapture:
         if not self._living:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        capture = torch.cuda.graph(graph, pool=self._pool)
+        capture = torch.cuda.graph(graph, pool=self._pool, stream=self._stream)
         # The warm-up compiles kernels. It runs in the stream of captures, since every stream that
         # products ran in keeps a workspace for good.
-        stream = capture.capture_stream
-        assert stream is not None, "torch makes one where none is given"
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
             step()
-        torch.cuda.current_stream(self._device).wait_stream(stream)
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
         try:
             with capture:
                 made = step()
