@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TextIO, cast
 from specgen.acceptance_view import summary_tables
 from specgen.live_view import duration, eta, live_view, settings_view
 from specgen.stats import RunStats
-from specgen.wording import printable
+from specgen.wording import counted, printable
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -60,12 +60,14 @@ def create_display(
 
     Args:
         kind: `auto` is rich on a terminal and plain lines otherwise.
-        quiet: show nothing at all; errors that end the run are not shown by displays.
+        quiet: show only that rows failed; errors that end the run are not shown by displays.
         data_on_terminal: rows are printed to the same terminal, which a live display would garble.
     """
-    if quiet or sys.stderr is None:
+    if sys.stderr is None:
         return QuietDisplay()
     stream = cast(TextIO, _Tolerant(sys.stderr))
+    if quiet:
+        return QuietDisplay(stream)
     if kind == "auto":
         live = stream.isatty() and not data_on_terminal and os.environ.get("TERM") != "dumb"
         kind = "rich" if live else "plain"
@@ -130,7 +132,14 @@ def progress_line(stats: RunStats, total: int | None) -> str:
 
 
 class QuietDisplay:
-    """Shows nothing."""
+    """Shows errors only: that rows failed, once at the end.
+
+    Args:
+        stream: where; None: nowhere.
+    """
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream
 
     def start(self, settings: Mapping[str, Any], total: int | None) -> None:
         """Nothing."""
@@ -148,7 +157,10 @@ class QuietDisplay:
         """Nothing."""
 
     def summary(self, stats: RunStats, seconds: float, whole: RunStats | None = None) -> None:
-        """Nothing."""
+        """Say how many rows failed, if any."""
+        if stats.rows_failed and self._stream is not None:
+            failed = counted(stats.rows_failed, "row")
+            self._stream.write(f"error: {failed} failed; the output has the reasons\n")
 
 
 class TextDisplay:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ _PAIR = Path(__file__).parent / "models" / "default"
 BUILTIN_TARGET = _PAIR / "target"
 BUILTIN_DRAFT = _PAIR / "draft"
 
-DEFAULT_NUM_SPECULATIVE_TOKENS = 3
+# Where it is not chosen step by step: on a CPU every token of a step costs as much as another.
+DEFAULT_NUM_SPECULATIVE_TOKENS = 1
 DEFAULT_LIMIT_OF_AUTO = 5
 _SAMPLING_HINT = "correct the file, or give --generation-config none: its sampling is left out then"
 # The flag is no way out here: end-of-sequence ids count whatever it says.
@@ -110,16 +112,19 @@ def _draft_length(config: EngineConfig, device: str) -> tuple[bool, int]:
     auto, k = parse_num_speculative_tokens(config.num_speculative_tokens)
     if auto is None:
         auto = device == "cuda"
-    if k is None and isinstance(config.synthetic_acceptance, tuple):
-        k = len(config.synthetic_acceptance)
+    asked = config.synthetic_acceptance
+    if k is None and isinstance(asked, tuple):
+        k = len(asked)
         if k == 1:
-            rate = config.synthetic_acceptance[0]
+            rate = asked[0]
             raise UsageError(
                 f"--synthetic-acceptance {rate:g} is the rate of one draft",
                 "give a mean length of at least 1, or --num-speculative-tokens 1 with it",
             )
     if k is None:
         k = DEFAULT_LIMIT_OF_AUTO if auto else DEFAULT_NUM_SPECULATIVE_TOKENS
+        if asked is not None and not isinstance(asked, tuple):  # a mean length, of at most k + 1
+            k = max(k, math.ceil(min(asked, 1.0 + DEFAULT_LIMIT_OF_AUTO)) - 1)
     return auto, k
 
 

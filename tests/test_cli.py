@@ -90,6 +90,7 @@ def test_all_rows_ok_is_0(invoke: Invoke) -> None:
 def test_an_error_row_names_stdin(invoke: Invoke) -> None:
     result = invoke("run", "-", "--quiet", input='\n{"prompt": ""}\n')
     assert result.exit_code == 3
+    assert result.stderr == "error: 1 row failed; the output has the reasons\n"
     assert rows(result.stdout)[0]["error"] == {
         "code": "empty_prompt",
         "message": '<stdin>:2: "prompt" is empty',

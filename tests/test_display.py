@@ -244,7 +244,7 @@ def test_json_display() -> None:
 
 
 @pytest.mark.parametrize("kind", ["rich", "plain", "json", "none"])
-def test_quiet_says_nothing(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quiet_says_only_that_rows_failed(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     stream = Terminal()
     monkeypatch.setattr(sys, "stderr", stream)
     display = create_display(kind, quiet=True)
@@ -254,7 +254,7 @@ def test_quiet_says_nothing(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     display.warn("w")
     display.summary(stats_of_a_run(), 1.0)
     display.close()
-    assert stream.getvalue() == ""
+    assert stream.getvalue() == "error: 1 row failed; the output has the reasons\n"
 
 
 class Broken(io.StringIO):

@@ -19,7 +19,7 @@ def resolved(value: Any, **options: Any) -> ResolvedConfig:
 
 @pytest.mark.parametrize(
     ("value", "auto", "k"),
-    [(None, False, 3), (2, False, 2), ("auto", True, 5), ("auto:7", True, 7), (0, False, 0)],
+    [(None, False, 1), (2, False, 2), ("auto", True, 5), ("auto:7", True, 7), (0, False, 0)],
 )
 def test_what_it_resolves_to_on_a_cpu(value: Any, auto: bool, k: int) -> None:
     config = resolved(value)

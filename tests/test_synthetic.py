@@ -73,5 +73,11 @@ def test_config_wants_rule_and_acceptance_together() -> None:
     with pytest.raises(UsageError, match="needs drafts"):
         resolve(EngineConfig(rejection_sample="synthetic", synthetic_acceptance=1.0, no_draft=True))
     config = resolve(EngineConfig(rejection_sample="synthetic", synthetic_acceptance=2.25))
+    assert config.synthetic_rates == (1.0, 0.25)  # as many drafts as the length needs
+    config = resolve(
+        EngineConfig(
+            rejection_sample="synthetic", synthetic_acceptance=2.25, num_speculative_tokens=3
+        )
+    )
     assert config.synthetic_rates == (1.0, 0.25, 0.0)
     assert resolve(EngineConfig()).synthetic_rates is None

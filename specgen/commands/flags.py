@@ -141,7 +141,7 @@ NUM_SPECULATIVE_TOKENS = _option(
     "--num-speculative-tokens",
     callback=_draft_length,
     metavar="N|auto[:N]",
-    help="Drafts a step; auto: as many as pay, up to N (5).  [default: auto on a GPU, else 3]",
+    help="Drafts a step; auto: as many as pay, up to N (5).  [default: auto on a GPU, else 1]",
 )
 DRAFT = [
     _option(

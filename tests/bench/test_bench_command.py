@@ -116,7 +116,10 @@ def test_a_job_on_a_preset() -> None:
         (("--batch-size", "4", "--max-num-seqs", "3"), "--max-num-seqs 3 has fewer at a time"),
         (("--batch-size", "100000000"), "numbers of rows to 1,000,000"),
         (
-            ("--model", "llama-3.1-8b", "--input-len", "9000", "--batch-size", "1000"),
+            (
+                *("--model", "llama-3.1-8b", "--input-len", "9000", "--batch-size", "1000"),
+                *("--num-speculative-tokens", "3"),
+            ),
             "give --batch-size 248 with rows of at most 26",
         ),
         (("--synthetic-acceptance", "0.9"), "is the rate of one draft"),
@@ -126,7 +129,7 @@ def test_a_job_on_a_preset() -> None:
         (("--job", "mixed", "--batch-size", "4"), "has lengths of its own"),
         (("--num-prompts", "4"), "--num-prompts belongs to --job"),
         (("--no-draft", "--synthetic-acceptance", "2"), "contradict"),
-        (("--synthetic-acceptance", "5"), "3 drafts a step yield at most 4 tokens"),
+        (("--synthetic-acceptance", "7"), "5 drafts a step yield at most 6 tokens"),
         (("--model", "nowhere"), "no such model directory, and no such preset"),
         (("--model", "llama-3.1-8B"), "hint: presets are llama-3.1-8b, "),
         (("--draft-model", "eagle"), "eagle: no such model directory, and no such preset"),
@@ -203,7 +206,7 @@ def test_the_estimate_counts_weights_steps_and_what_is_kept_of_rows(
         model=str(presets.write_preset("llama-3.1-8b", tmp_path)),
         draft_model=str(presets.write_preset("llama-3.1-8b-eagle3", tmp_path)),
         load_format="dummy", dtype="bfloat16", device="cpu", max_num_seqs=64,
-        max_num_batched_tokens=8192, draft_sample="gumbel",
+        max_num_batched_tokens=8192, draft_sample="gumbel", num_speculative_tokens=3,
     )  # fmt: skip
     config = replace(resolve(config), device="cuda")
     width, inner = 4096, 14336
@@ -219,7 +222,7 @@ def test_the_estimate_counts_weights_steps_and_what_is_kept_of_rows(
 
 
 def test_a_batch_is_held_at_its_full_length_with_the_drafts_look_ahead() -> None:
-    config = resolve(EngineConfig(device="cpu", max_num_seqs=4))
+    config = resolve(EngineConfig(device="cpu", max_num_seqs=4, num_speculative_tokens=3))
     check_batch([fixed_job(4, 16, 10)], config, 8)  # 26 + 2k tokens are two blocks
     with pytest.raises(UsageError, match="that is 2 rows of 27"):
         check_batch([fixed_job(4, 16, 11)], config, 8)

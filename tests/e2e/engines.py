@@ -79,7 +79,7 @@ class EngineShop:
     ) -> None:
         self._checkpoints = checkpoints
         self._lag = lag
-        self._defaults = defaults
+        self._defaults = {"num_speculative_tokens": 3, **defaults}
         self._engines: dict[Any, Engine] = {}
 
     def __call__(self, model: str, draft: str | None, **config: Any) -> Engine:

@@ -146,7 +146,7 @@ def test_changed_settings_name_what_changed(
     for change, message in [
         (["--seed", "1"], "seed: 0 then, 1 now"),
         (["--temperature", "0.5"], "temperature: 1.0 then, 0.5 now"),
-        (["--num-speculative-tokens", "2"], "num_speculative_tokens: 3 then, 2 now"),
+        (["--num-speculative-tokens", "2"], "num_speculative_tokens: 1 then, 2 now"),
         (["--draft-sample", "gumbel"], 'draft_sample: "greedy" then, "gumbel" now'),
         (["--format", "flat"], 'output_format: "openai" then, "flat" now'),
         (["--return-token-ids"], "return_token_ids: false then, true now"),

@@ -38,7 +38,12 @@ def rows(num_tokens: int = NUM_TOKENS) -> list[PromptRow]:
 
 
 def engine(target: Path, draft: Path | None, **config: Any) -> Engine:
-    options: dict[str, Any] = {"device": "cpu", "max_num_seqs": 4, "max_num_batched_tokens": 11}
+    options: dict[str, Any] = {
+        "device": "cpu",
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 11,
+        "num_speculative_tokens": 3,
+    }
     draft_model = None if draft is None else str(draft)
     return Engine(EngineConfig(model=str(target), draft_model=draft_model, **options | config))
 

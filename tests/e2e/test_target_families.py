@@ -117,6 +117,7 @@ def test_greedy_tokens_equal_transformers(tmp_path: Path, name: str) -> None:
                 max_model_len=80,
                 max_num_seqs=4,
                 max_num_batched_tokens=17,  # prompts come in chunks
+                num_speculative_tokens=3,
             )
         )
         outputs = run_all(engine, rows, preempt_seed=3)
