@@ -153,7 +153,7 @@ def main(
     engines = {}
     for label, fields in (
         ("specgen", {"num_speculative_tokens": num_speculative_tokens}),
-        ("specgen, k = 1", {"num_speculative_tokens": 1, "draft_sample": "gumbel"}),
+        ("specgen, sampled drafts", {"num_speculative_tokens": 1, "draft_sample": "gumbel"}),
         ("specgen without a draft", {"no_draft": True}),
     ):
         engines[label] = Engine(EngineConfig(device="cpu", max_num_seqs=batch_size, **fields))  # type: ignore[arg-type]

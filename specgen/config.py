@@ -12,7 +12,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from specgen.errors import UsageError
-from specgen.synthetic import SyntheticAcceptance, check_synthetic_acceptance
+from specgen.synthetic import (
+    MAX_SPECULATIVE_TOKENS,
+    SyntheticAcceptance,
+    check_synthetic_acceptance,
+)
 
 DraftSample = Literal["greedy", "gumbel"]
 RejectionSample = Literal["standard", "synthetic"]
@@ -28,7 +32,6 @@ LOAD_FORMATS = ("auto", "dummy")
 KERNEL_BACKENDS = ("auto", "triton", "reference")
 OVERLONG = ("error", "truncate-left")
 GENERATION_CONFIGS = ("auto", "none")
-MAX_SPECULATIVE_TOKENS = 32
 # Fields that say something of a draft instead of its configuration.
 DRAFT_OVERRIDES = (
     "draft_revision",

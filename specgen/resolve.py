@@ -14,7 +14,7 @@ from specgen.models.config import ModelConfig
 from specgen.models.config_reader import ConfigReader
 from specgen.models.registry import read_model_config
 from specgen.sampling_params import SamplingParams
-from specgen.synthetic import synthetic_rates
+from specgen.synthetic import MAX_SPECULATIVE_TOKENS, synthetic_rates
 
 _PAIR = Path(__file__).parent / "models" / "default"
 BUILTIN_TARGET = _PAIR / "target"
@@ -115,6 +115,11 @@ def _draft_length(config: EngineConfig, device: str) -> tuple[bool, int]:
     asked = config.synthetic_acceptance
     if k is None and isinstance(asked, tuple):
         k = len(asked)
+        if k > MAX_SPECULATIVE_TOKENS:
+            raise UsageError(
+                f"--synthetic-acceptance gives {k} rates, one a draft",
+                f"give at most {MAX_SPECULATIVE_TOKENS}",
+            )
         if k == 1:
             rate = asked[0]
             raise UsageError(

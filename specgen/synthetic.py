@@ -5,12 +5,15 @@ Rates are unconditional: entry i is the share of spec steps in which drafts 0..i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 
 from specgen.errors import UsageError
+from specgen.wording import counted
 
 __all__ = [
+    "MAX_SPECULATIVE_TOKENS",
     "SyntheticAcceptance",
     "check_synthetic_acceptance",
     "conditional_rates",
@@ -20,6 +23,9 @@ __all__ = [
 
 #: A mean acceptance length, or one rate for each draft position.
 SyntheticAcceptance = float | tuple[float, ...]
+
+#: Drafts of a step, of any rule.
+MAX_SPECULATIVE_TOKENS = 32
 
 _FLAG = "--synthetic-acceptance"
 
@@ -78,14 +84,18 @@ def synthetic_rates(asked: SyntheticAcceptance, num_speculative_tokens: int) -> 
     if isinstance(asked, tuple):
         if len(asked) != k:
             raise UsageError(
-                f"{_FLAG} gives {len(asked)} rates, --num-speculative-tokens is {k}",
-                f"give {k} rates, or a mean length from 1 to {k + 1}",
+                f"{_FLAG} gives {counted(len(asked), 'rate')}, --num-speculative-tokens is {k}",
+                f"give {counted(k, 'rate')}, or a mean length from 1 to {k + 1}, or leave out "
+                "--num-speculative-tokens",
             )
         return asked
     if asked > k + 1:
+        needed, most = math.ceil(asked) - 1, MAX_SPECULATIVE_TOKENS
         raise UsageError(
-            f"{_FLAG} {asked:g}: {k} drafts a step yield at most {k + 1} tokens",
-            "raise --num-speculative-tokens",
+            f"{_FLAG} {asked:g}: {counted(k, 'draft')} a step yield at most {k + 1} tokens",
+            f"give --num-speculative-tokens {needed}"
+            if needed <= most
+            else f"give a length of at most {most + 1}, what {most} drafts yield",
         )
     return tuple(min(max(asked - 1.0 - i, 0.0), 1.0) for i in range(k))
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
+from torch import nn
 
 from specgen.bench.jobs import Job
 from specgen.config import ResolvedConfig
 from specgen.errors import UsageError
 from specgen.kernels import select_kernels
+from specgen.models.host_memory import refuse_what_does_not_fit
 from specgen.models.registry import read_model_config
 from specgen.models.weights import inspect_draft, load_draft, load_target
 from specgen.pipeline.kv_cache import cache_bytes
@@ -75,7 +79,11 @@ def check_batch(jobs: list[Job], config: ResolvedConfig, num_blocks: int) -> Non
 
 
 def estimate_num_blocks(config: ResolvedConfig) -> int:
-    """Cache blocks there will be room for, from configurations and headers alone."""
+    """Cache blocks there will be room for, from configurations and headers alone.
+
+    Raises:
+        EnvironmentProblem: on a CPU, whose cache has a size of its own, the weights do not fit.
+    """
     if config.num_kv_blocks is not None:
         return config.num_kv_blocks
     device = torch.device(config.device)
@@ -88,16 +96,21 @@ def estimate_num_blocks(config: ResolvedConfig) -> int:
         )
     sizes = RowSizes.of(config, target, head)
     room = cache_bytes(device, config.gpu_memory_utilization) - step_bytes(config, target)
+    skeletons: list[nn.Module] = []
+    if target.backend == "native":  # others show their size only once they are loaded
+        skeletons += _skeletons(config, () if head is None else head.aux_layers)
     if device.type == "cuda":
         room -= (config.max_num_seqs + 1) * sizes.state_bytes
-        if target.backend == "native":  # others show their size only once they are loaded
-            num_weights = _num_weights(config, () if head is None else head.aux_layers)
-            room -= num_weights * getattr(torch, config.dtype).itemsize
+        weights = {id(w): w.nbytes for module in skeletons for w in module.parameters()}
+        room -= sum(weights.values())
+    else:
+        for module, directory in zip(skeletons, (config.model_dir, config.draft_dir), strict=False):
+            refuse_what_does_not_fit(module, str(directory))
     return max(room, 0) // sizes.block_bytes
 
 
-def _num_weights(config: ResolvedConfig, aux_layers: tuple[int, ...]) -> int:
-    """Parameters of target and draft, counted on tensors without memory."""
+def _skeletons(config: ResolvedConfig, aux_layers: tuple[int, ...]) -> Iterator[nn.Module]:
+    """Return target and draft on tensors without memory."""
     kernels = select_kernels("cpu", "reference")
     target = load_target(
         config.model_dir,
@@ -107,7 +120,8 @@ def _num_weights(config: ResolvedConfig, aux_layers: tuple[int, ...]) -> int:
         aux_layers=aux_layers,
         load_format=config.load_format,
     )
-    weights = list(target.parameters())
+    assert isinstance(target, nn.Module)
+    yield target
     if config.draft_dir is not None:
         draft = load_draft(
             config.draft_dir,
@@ -118,6 +132,5 @@ def _num_weights(config: ResolvedConfig, aux_layers: tuple[int, ...]) -> int:
             load_format=config.load_format,
             overrides=draft_overrides(config),
         )
-        assert isinstance(draft, torch.nn.Module)
-        weights += list(draft.parameters())
-    return sum(weight.numel() for weight in {id(w): w for w in weights}.values())
+        assert isinstance(draft, nn.Module)
+        yield draft

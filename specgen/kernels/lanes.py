@@ -13,3 +13,4 @@ LANE_GROUP = 8
 """Ids that follow each other: one wide load."""
 
 LANE_IDS = VOCAB_BLOCK // NUM_LANES
+"""Ids of a lane, whose places count from 0 in ascending order."""

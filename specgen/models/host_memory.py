@@ -38,5 +38,5 @@ def refuse_what_does_not_fit(skeleton: nn.Module, name: str) -> None:
         raise EnvironmentProblem(
             f"{name} has {num_bytes / 2**30:.2f} GiB of weights, and {available / 2**30:.2f} GiB "
             "of memory are available",
-            "use a smaller dtype, a machine with more memory, or a GPU",
+            "use a smaller --dtype, such as bfloat16, a machine with more memory, or a GPU",
         )

@@ -372,7 +372,7 @@ class Engine:
                 raise RequestError(
                     "invalid_value",
                     f'"speculative.num_speculative_tokens" must be at most the run\'s {k}, '
-                    f"got {sampling.num_speculative_tokens}",
+                    f"got {sampling.num_speculative_tokens}: raise --num-speculative-tokens",
                     row.line,
                 )
             k = min(k, sampling.num_speculative_tokens)

@@ -130,6 +130,13 @@ def test_a_job_on_a_preset() -> None:
         (("--num-prompts", "4"), "--num-prompts belongs to --job"),
         (("--no-draft", "--synthetic-acceptance", "2"), "contradict"),
         (("--synthetic-acceptance", "7"), "5 drafts a step yield at most 6 tokens"),
+        (("--synthetic-acceptance", "7"), "give --num-speculative-tokens 6"),
+        (("--synthetic-acceptance", "100"), "give a length of at most 33"),
+        (("--synthetic-acceptance", ",".join(["0.9"] * 33)), "give at most 32"),
+        (
+            ("--synthetic-acceptance", "0.8,0.5", "--num-speculative-tokens", "3"),
+            "leave out --num-speculative-tokens",
+        ),
         (("--model", "nowhere"), "no such model directory, and no such preset"),
         (("--model", "llama-3.1-8B"), "hint: presets are llama-3.1-8b, "),
         (("--draft-model", "eagle"), "eagle: no such model directory, and no such preset"),
@@ -158,7 +165,10 @@ def test_a_job_on_a_preset() -> None:
         ),
     ],
 )
-def test_refusals_come_at_once_and_name_what_would_fit(args: tuple[str, ...], message: str) -> None:
+def test_refusals_come_at_once_and_name_what_would_fit(
+    args: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_memory, "available_memory", lambda: 2**40)
     result = bench(*args)
     assert result.exit_code in (2, 5)
     assert message in result.stderr
@@ -170,9 +180,10 @@ def test_refusals_come_at_once_and_name_what_would_fit(args: tuple[str, ...], me
 def test_a_preset_is_told_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not by where its configuration was written for this run."""
     monkeypatch.setattr(host_memory, "available_memory", lambda: 2**30)
-    result = bench("--model", "llama-3.1-8b", "--batch-size", "1", "--input-len", "2")
-    assert result.exit_code == 5
+    result = bench("--model", "llama-3.1-8b", "--batch-size", "64")
+    assert result.exit_code == 5  # before any batch is said to fit
     assert "llama-3.1-8b has 29.92 GiB of weights, and 1.00 GiB" in result.stderr
+    assert "--dtype" in result.stderr
     assert "specgen-bench-" not in result.stderr
 
 

@@ -353,6 +353,7 @@ def test_a_row_cannot_ask_for_more_drafts_than_the_run_has(drafting: Engine) -> 
     assert output.error is not None
     assert output.error.code == "invalid_value"
     assert "at most the run's 3" in output.error.message
+    assert "raise --num-speculative-tokens" in output.error.message
 
 
 def test_rows_that_cannot_run_come_out_and_the_others_go_on(engine: Engine) -> None:
