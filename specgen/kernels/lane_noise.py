@@ -12,16 +12,41 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specgen.kernels.lanes import LANE_GROUP, LANE_IDS, NUM_LANES, VOCAB_BLOCK
-from specgen.kernels.rng import address_words
+from specgen.kernels.lanes import (
+    LANE_GROUP,
+    LANE_IDS,
+    NOISE_SLACK,
+    NOISE_STEP,
+    NUM_LANES,
+    NUM_LOUDEST,
+    VOCAB_BLOCK,
+)
+from specgen.kernels.rng import address_words, word_gumbel
 from specgen.kernels.streams import GREEDY_TEMPERATURE, TARGET
 
 # Philox calls of a thread at a time that do not wait for each other, and of those in one tensor.
 _CALLS = 8
 _WIDTH = 1
 _WORD_BITS = tl.constexpr(0x100000000 - LANE_IDS)
+_SLACK = tl.constexpr(NOISE_SLACK)
+_STEP = tl.constexpr(NOISE_STEP)
+_STEPS = tl.constexpr(1 / NOISE_STEP)
 _GREEDY = tl.constexpr(GREEDY_TEMPERATURE)
 _TARGET = tl.constexpr(TARGET)
+
+
+@triton.jit
+def _pack_noise(words, LANE_IDS: tl.constexpr):
+    """Return a bound of the noise of words in ten bits, then the place in their lowest bits."""
+    noise = tl.maximum(word_gumbel(words & (0x100000000 - LANE_IDS)), 0.0) + _SLACK
+    steps = tl.minimum((noise * _STEPS).to(tl.int32) + 1, 1023)
+    return (steps * LANE_IDS + (words & (LANE_IDS - 1)).to(tl.int32)).to(tl.int16)
+
+
+@triton.jit
+def unpack_noise(packed, LANE_IDS: tl.constexpr):
+    """Return the bound of noise in int32 of what :func:`_pack_noise` made, not negative."""
+    return (packed // LANE_IDS).to(tl.float32) * _STEP
 
 
 @triton.jit
@@ -38,7 +63,7 @@ def _largest_noise_kernel(
     CALLS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Write the least two words of every lane of one block, for one step of a row."""
+    """Write the two largest noises of every lane of one block, for one step of a row."""
     b = tl.program_id(0)
     step = tl.program_id(1)
     block = tl.program_id(2)
@@ -63,14 +88,14 @@ def _largest_noise_kernel(
                     word = (words[j] & _WORD_BITS) | (call * 4 + j).to(tl.uint32)
                     second = tl.minimum(second, tl.maximum(least, word))
                     least = tl.minimum(least, word)
-        # No two are equal, since each has an id of its own.
+        # Large noise comes from small words. No two are equal, since each has an id of its own.
+        at = (b * tl.num_programs(1) + step).to(tl.int64) * tl.num_programs(2) + block
+        out = out_ptr + at * (2 * LANES) + lanes
+        LANE_IDS: tl.constexpr = BLOCK // LANES
         lane_least = tl.min(least, axis=1)
         second = tl.where(least == lane_least[:, None], second, least)
-        at = (b * tl.num_programs(1) + step).to(tl.int64) * tl.num_programs(2) + block
-        out_ptr += at * (2 * LANES)
-        tl.store(out_ptr + lanes, lane_least.to(tl.int32, bitcast=True))
-        lane_second = tl.min(second, axis=1)
-        tl.store(out_ptr + LANES + lanes, lane_second.to(tl.int32, bitcast=True))
+        tl.store(out, _pack_noise(lane_least, LANE_IDS))
+        tl.store(out + LANES, _pack_noise(tl.min(second, axis=1), LANE_IDS))
 
 
 def largest_noise(
@@ -82,10 +107,11 @@ def largest_noise(
     num_steps: int,
     vocab_size: int,
 ) -> Tensor:
-    """Return the least words of every lane for ``num_steps`` steps of every row; see the twin."""
+    """Return the largest noises of the lanes for ``num_steps`` steps of every row; see the twin."""
     batch = temperature.shape[0]
     shape = (batch, num_steps, triton.cdiv(vocab_size, VOCAB_BLOCK))
-    out = torch.empty((*shape, 2, NUM_LANES), dtype=torch.int32, device=temperature.device)
+    shape_out = (*shape, NUM_LOUDEST, NUM_LANES)
+    out = torch.empty(shape_out, dtype=torch.int16, device=temperature.device)
     if batch:
         _largest_noise_kernel[shape](
             num_draft_tokens.contiguous(),

@@ -14,3 +14,11 @@ LANE_GROUP = 8
 
 LANE_IDS = VOCAB_BLOCK // NUM_LANES
 """Ids of a lane, whose places count from 0 in ascending order."""
+
+NUM_LOUDEST = 2
+"""Noises that are known of a lane, the largest first."""
+
+NOISE_STEP = 24 / (1 << 10)
+NOISE_SLACK = 1e-3
+"""Noises are kept in ten bits, rounded up by the slack, which is far above what rounding does to
+noise and scores, and to the next step. (Noise is below 23.)"""

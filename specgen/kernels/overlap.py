@@ -5,6 +5,9 @@ again. From capability 9.0 on, a kernel may be launched early (programmatic depe
 does what does not depend on the kernel before, such as fetching weights, then waits for that one's
 end. Every kernel that is launched so calls :func:`enter` or :func:`wait` in all its programs, so
 that "the kernel before has ended" means all earlier ones have, too.
+
+A kernel that waits before it releases the next lets that one read, without waiting, what those
+before both have written.
 """
 
 from __future__ import annotations
@@ -18,13 +21,24 @@ from torch import Tensor
 
 
 @triton.jit
-def enter(OVERLAP: tl.constexpr):
-    """What a kernel starts with: let the next one be launched once all programs of this one have
-    come so far, then wait for the end of the one before. Nothing is read or written before this.
-    """
+def release(OVERLAP: tl.constexpr):
+    """Let the next kernel be launched once all programs of this one have come so far."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait(OVERLAP: tl.constexpr):
+    """Wait for the end of the kernel before."""
+    if OVERLAP:
         tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def enter(OVERLAP: tl.constexpr):
+    """What a kernel starts with that reads and writes nothing before it has waited."""
+    release(OVERLAP)
+    wait(OVERLAP)
 
 
 def overlap_options(x: Tensor) -> dict[str, bool]:

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from specgen.kernels.draw import draw_token
 from specgen.kernels.lane_noise import largest_noise
-from specgen.kernels.lanes import LANE_GROUP, NUM_LANES, VOCAB_BLOCK
-from specgen.kernels.overlap import enter, overlap_options
+from specgen.kernels.lanes import LANE_GROUP, NUM_LANES, NUM_LOUDEST, VOCAB_BLOCK
+from specgen.kernels.overlap import overlap_options, release, wait
 from specgen.kernels.rng import address_words, word_uniform
-from specgen.kernels.row_statistics import combine_blocks, find_argmax
+from specgen.kernels.row_statistics import combine_blocks, find_argmax, load_blocks
 from specgen.kernels.step_statistics import step_statistics
 from specgen.kernels.streams import ACCEPT, GREEDY_TEMPERATURE, TARGET
 
@@ -59,7 +59,8 @@ def _judge_kernel(
     lane_max_ptr,
     draft_max_ptr,
     draft_sum_ptr,
-    lane_words_ptr,
+    lane_noise_ptr,
+    list_ptr,
     out_tokens_ptr,
     out_num_ptr,
     out_ok_ptr,
@@ -78,41 +79,69 @@ def _judge_kernel(
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
     LANES: tl.constexpr,
-    NUM_TOKENS: tl.constexpr,
+    THREADS: tl.constexpr,
     WIDTH: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Judge the drafts of one request, draw the token behind those accepted, write the outputs."""
-    enter(OVERLAP)
+    release(OVERLAP)
+    # First all that does not depend on the statistics, which may still be made.
     b = tl.program_id(0)
     num_drafts = tl.load(num_drafts_ptr + b)
-    padding = num_drafts < 0
     temperature_given = tl.load(temperature_ptr + b)
-    is_sampled = temperature_given >= _GREEDY
+    seed = tl.load(seeds_ptr + b)
+    first_position = tl.load(first_positions_ptr + b)
+    sample = tl.load(sample_ptr + b)
+    row = b * (k + 1)
+    row_ptr = logits_ptr + b.to(tl.int64) * stride_row
+    padding = num_drafts < 0
     num_drafts = tl.minimum(num_drafts, k)
+    is_sampled = temperature_given >= _GREEDY
     temperature = tl.where(is_sampled, temperature_given, 1.0)
     has_probs = is_sampled
     if HAS_SYNTHETIC:
         has_probs = temperature > 0.0
-    row_ptr = logits_ptr + b.to(tl.int64) * stride_row
-
     # All rows at once: [STEPS], of which 0 .. num_drafts count.
     steps = tl.arange(0, STEPS)
     is_row = steps <= num_drafts
     is_draft = steps < num_drafts
     has_p = steps < tl.where(has_probs, num_drafts, 0)
-    row = b * (k + 1)
-    block_max, row_max, total = combine_blocks(
-        max_ptr,
-        sum_ptr,
-        row,
-        steps,
-        is_row,
-        has_p,
-        num_blocks,
-        temperature,
-        BLOCKS,
+    threshold = 0.0
+    if HAS_THRESHOLDS:
+        thresholds = tl.load(thresholds_ptr + row + steps, mask=is_row, other=0.0)
+    drafts = tl.full([STEPS], -1, tl.int32)
+    logit = steps * 0.0
+    draft_ptr = draft_logits_ptr
+    if STEPS > 1:
+        drafts = tl.load(draft_tokens_ptr + b * k + steps, mask=is_draft, other=-1)
+        in_vocab = (drafts >= 0) & (drafts < V)
+        x = tl.where(in_vocab, drafts, 0)
+        logit = tl.load(row_ptr + steps.to(tl.int64) * stride_step + x, mask=is_draft, other=0.0)
+        logit = logit.to(tl.float32)
+        c2 = (steps << 8) | _ACCEPT
+        w0, _w1, _w2, _w3 = address_words(seed, steps * 0, first_position + steps, c2, sample)
+        u = word_uniform(w0)
+        if HAS_SYNTHETIC:
+            rate = tl.load(synthetic_rates_ptr + steps, mask=is_draft, other=0.0)
+        if HAS_DRAFT_LOGITS:
+            slot = tl.load(slot_ids_ptr + b).to(tl.int64)
+            draft_ptr += slot * stride_slot
+            draft_id = x
+            if HAS_DRAFT_IDS:
+                draft_id = tl.load(draft_ids_ptr + x)
+            inside = (draft_id >= 0) & (draft_id < Vd)
+            target = draft_ptr + steps.to(tl.int64) * stride_draft + draft_id
+            draft_logit = tl.load(target, mask=is_draft & inside, other=0.0).to(tl.float32)
+
+    wait(OVERLAP)
+    block_max, block_sum = load_blocks(
+        max_ptr, sum_ptr, row, steps, is_row, has_p, num_blocks, BLOCKS
     )
+    if HAS_DRAFT_LOGITS:
+        draft_block_max, draft_block_sum = load_blocks(
+            draft_max_ptr, draft_sum_ptr, b * k, steps, has_p, has_p, num_draft_blocks, DRAFT_BLOCKS
+        )
+    row_max, total = combine_blocks(block_max, block_sum, temperature)
     argmax = steps * 0
     if temperature_given < _GREEDY:
         argmax = find_argmax(
@@ -130,69 +159,32 @@ def _judge_kernel(
             GROUP,
         )
     good = (row_max > float("-inf")) & (row_max < float("inf"))
-    threshold = 0.0
-    if HAS_THRESHOLDS:
-        thresholds = tl.load(thresholds_ptr + row + steps, mask=is_row, other=0.0)
-    seed = tl.load(seeds_ptr + b)
-    first_position = tl.load(first_positions_ptr + b)
-    sample = tl.load(sample_ptr + b)
-    draft_ptr = draft_logits_ptr
     draft_max = row_max
     draft_total = total
-
-    logit = row_max
-    drafts = tl.full([STEPS], -1, tl.int32)
     tau = num_drafts * 0
     if STEPS > 1:
-        drafts = tl.load(draft_tokens_ptr + b * k + steps, mask=is_draft, other=-1)
-        in_vocab = (drafts >= 0) & (drafts < V)
-        x = tl.where(in_vocab, drafts, 0)
-        logit = tl.load(row_ptr + steps.to(tl.int64) * stride_step + x, mask=is_draft, other=0.0)
-        logit = logit.to(tl.float32)
         p = tl.exp((logit - row_max) / temperature) / total
         if HAS_THRESHOLDS:
             p = tl.where(logit >= thresholds, p, 0.0)
-        c2 = (steps << 8) | _ACCEPT
-        w0, _w1, _w2, _w3 = address_words(seed, steps * 0, first_position + steps, c2, sample)
-        u = word_uniform(w0)
         bound = u
         if HAS_DRAFT_LOGITS:
-            slot = tl.load(slot_ids_ptr + b).to(tl.int64)
-            draft_ptr += slot * stride_slot
-            _, draft_max, draft_total = combine_blocks(
-                draft_max_ptr,
-                draft_sum_ptr,
-                b * k,
-                steps,
-                has_p,
-                has_p,
-                num_draft_blocks,
-                temperature,
-                DRAFT_BLOCKS,
-            )
-            draft_id = x
-            if HAS_DRAFT_IDS:
-                draft_id = tl.load(draft_ids_ptr + x)
-            inside = (draft_id >= 0) & (draft_id < Vd)
-            target = draft_ptr + steps.to(tl.int64) * stride_draft + draft_id
-            draft_logit = tl.load(target, mask=is_draft & inside, other=0.0).to(tl.float32)
+            draft_max, draft_total = combine_blocks(draft_block_max, draft_block_sum, temperature)
             q = tl.exp((draft_logit - draft_max) / temperature) / draft_total
             bound = bound * tl.where(inside, q, 0.0)
         is_argmax = drafts == argmax
         accept = tl.where(is_sampled, (bound < p).to(tl.int32), is_argmax.to(tl.int32)) != 0
         if HAS_SYNTHETIC:
             # The probabilities stay in the condition, or the compiler would drop their work.
-            rate = tl.load(synthetic_rates_ptr + steps, mask=is_draft, other=0.0)
             accept = (p >= 0.0) & (bound >= 0.0) & (u < rate)
         accept = accept & in_vocab & good & is_draft
         tau = tl.min(tl.where(accept, STEPS, steps), axis=0)
 
     # Row tau. A bad one accepted nothing: it ends the request.
-    ok = _pick(good.to(tl.int32), steps, tau) > 0
-    token = _pick(argmax, steps, tau)
+    top = _pick(row_max, steps, tau)
+    ok = (top > float("-inf")) & (top < float("inf"))
+    token = _pick(tl.where(is_sampled, drafts, argmax), steps, tau)
     if ok & is_sampled:
         at = (row + tau).to(tl.int64) * num_blocks
-        top = _pick(row_max, steps, tau)
         if HAS_THRESHOLDS:
             threshold = _pick(thresholds, steps, tau)
         # A rejection leaves the residual; without q, that is all tokens but the draft.
@@ -211,7 +203,7 @@ def _judge_kernel(
             q_sum = _pick(draft_total, steps, tau)
             sum_exp = _pick(total, steps, tau)
         else:
-            banned = tl.where(rejected, _pick(drafts, steps, tau), -1)
+            banned = tl.where(rejected, token, -1)
             kept_banned = banned
             if HAS_THRESHOLDS:
                 kept_banned = tl.where(_pick(logit, steps, tau) >= threshold, banned, -1)
@@ -221,26 +213,22 @@ def _judge_kernel(
         remains = tau * 0 + 1
         while remains > 0:
             best, drawn = draw_token(
-                row_ptr + tau.to(tl.int64) * stride_step,
-                V,
+                (
+                    row_ptr + tau.to(tl.int64) * stride_step,
+                    V,
+                    top,
+                    temperature,
+                    threshold,
+                    banned,
+                    of_residual,
+                    sum_exp,
+                ),
+                (draft_ptr, draft_ids_ptr, Vd, q_max, q_sum, temperature),
+                (seed, first_position + tau, _TARGET, sample),
                 lane_max_ptr + at * LANES,
+                lane_noise_ptr + at * (2 * LANES),
+                list_ptr + b * (BLOCKS * LANES),
                 num_blocks,
-                top,
-                temperature,
-                threshold,
-                lane_words_ptr + at * (2 * LANES),
-                seed,
-                first_position + tau,
-                _TARGET,
-                sample,
-                banned,
-                of_residual,
-                sum_exp,
-                draft_ptr,
-                draft_ids_ptr,
-                Vd,
-                q_max,
-                q_sum,
                 HAS_THRESHOLDS=HAS_THRESHOLDS,
                 HAS_RESIDUAL=HAS_RESIDUAL,
                 HAS_DRAFT_IDS=HAS_DRAFT_IDS,
@@ -248,7 +236,7 @@ def _judge_kernel(
                 BLOCKS=BLOCKS,
                 GROUP=GROUP,
                 LANES=LANES,
-                NUM_TOKENS=NUM_TOKENS,
+                THREADS=THREADS,
                 WIDTH=WIDTH,
             )
             # No weight of the residual is left: p of that row.
@@ -279,7 +267,7 @@ def rejection_sample(
     sample_index: Tensor,
     thresholds: Tensor | None,
     synthetic_rates: Tensor | None = None,
-    lane_words: Tensor | None = None,
+    lane_noise: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Judge the drafts of every row and draw the token after them; see the twin for shapes."""
     batch, num_steps, vocab_size = target_logits.shape
@@ -309,11 +297,16 @@ def rejection_sample(
     if synthetic_rates is not None:
         synthetic_rates = synthetic_rates.contiguous()
     row_arguments = (temperature, seeds, first_positions, sample_index)
-    if lane_words is None:
-        lane_words = largest_noise(num_draft_tokens, *row_arguments, num_steps, vocab_size)
+    if lane_noise is None:
+        lane_noise = largest_noise(num_draft_tokens, *row_arguments, num_steps, vocab_size)
     num_blocks = triton.cdiv(vocab_size, VOCAB_BLOCK)
     num_draft_blocks = triton.cdiv(draft_vocab, VOCAB_BLOCK)
-    assert lane_words.shape == (batch, num_steps, num_blocks, 2, NUM_LANES), lane_words.shape
+    shape = (batch, num_steps, num_blocks, NUM_LOUDEST, NUM_LANES)
+    assert lane_noise.shape == shape, lane_noise.shape
+    num_row_blocks = triton.next_power_of_2(num_blocks)
+    # Entries of a list have a lane above 16 bits of noise: vocabularies below 2**21.
+    assert num_row_blocks * NUM_LANES <= 1 << 15, vocab_size
+    lists = torch.empty((batch, num_row_blocks * NUM_LANES), dtype=torch.int32, device=device)
     options = overlap_options(target_logits)
     statistics = step_statistics(
         target_logits,
@@ -331,10 +324,11 @@ def rejection_sample(
         target_logits.stride(1),
         draft_tokens.contiguous(),
         num_draft_tokens,
-        draft_logits,
+        # A tuple in a kernel holds no None: what is not there is some other tensor, never read.
+        target_logits if draft_logits is None else draft_logits,
         *draft_strides,
         slot_ids,
-        draft_ids,
+        slot_ids if draft_ids is None else draft_ids,
         temperature,
         seeds.contiguous(),
         first_positions.contiguous(),
@@ -342,7 +336,8 @@ def rejection_sample(
         thresholds,
         synthetic_rates,
         *statistics,
-        lane_words,
+        lane_noise,
+        lists,
         tokens,
         num_sampled,
         ok,
@@ -356,12 +351,12 @@ def rejection_sample(
         HAS_THRESHOLDS=thresholds is not None,
         HAS_SYNTHETIC=synthetic_rates is not None,
         STEPS=triton.next_power_of_2(num_steps),
-        BLOCKS=triton.next_power_of_2(num_blocks),
+        BLOCKS=num_row_blocks,
         DRAFT_BLOCKS=triton.next_power_of_2(max(num_draft_blocks, 1)),
         GROUP=LANE_GROUP,
         BLOCK=VOCAB_BLOCK,
         LANES=NUM_LANES,
-        NUM_TOKENS=32 * _JUDGE_WARPS,
+        THREADS=32 * _JUDGE_WARPS,
         WIDTH=_JUDGE_LANES,
         num_warps=_JUDGE_WARPS,
         **options,

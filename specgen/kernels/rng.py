@@ -6,8 +6,6 @@ below have the signatures of the twin.
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
@@ -21,8 +19,6 @@ _FACTOR0 = tl.constexpr(0xD2511F53)
 _FACTOR2 = tl.constexpr(0xCD9E8D57)
 _SCALE = tl.constexpr(2.0**-32)
 _HALF_STEP = tl.constexpr(2.0**-33)
-_LN2 = tl.constexpr(math.log(2.0))
-_SLACK = tl.constexpr(1e-3)
 _LARGEST_UNIFORM = tl.constexpr(1.0 - 2.0**-24)
 
 
@@ -41,19 +37,6 @@ def word_gumbel(words):
     gap = tl.where(tiny, 1.0, 1.0 - t)
     exponential = tl.where(tiny, w, -tl.log(t) * (w / gap))
     return -tl.log(exponential)
-
-
-@triton.jit
-def word_gumbel_bound(words):
-    """Map uint32 words to numbers that are above their Gumbel noise, without a logarithm.
-
-    A uniform w is above ``word * 2**-32``, and ``-log(1 - w) >= w``, so noise is below
-    ``-log(word * 2**-32)``. The bits of an fp32 number ``2**e * (1 + m)``, read as an integer, are
-    ``(e + 127 + m) * 2**23``, and ``m <= log2(1 + m)``. Where noise is large the bound is less than
-    0.07 above it. The slack is far above what rounding does to noise and scores.
-    """
-    bits = words.to(tl.float32).to(tl.int32, bitcast=True)
-    return bits.to(tl.float32) * (-_LN2 * 2.0**-23) + ((127 + 32) * _LN2 + _SLACK)
 
 
 @triton.jit

@@ -93,24 +93,28 @@ def store_block(
 
 
 @triton.jit
-def combine_blocks(
-    max_ptr, sum_ptr, first_row, rows, mask, sum_mask, num_blocks, temperature, BLOCKS: tl.constexpr
+def load_blocks(
+    max_ptr, sum_ptr, first_row, rows, mask, sum_mask, num_blocks, BLOCKS: tl.constexpr
 ):
-    """Return of every row its block maxima ``[rows, BLOCKS]``, maximum and sum of exponentials.
+    """Return maxima and sums of the blocks of every row, ``[rows, BLOCKS]``.
 
-    The statistics of row r begin at block ``(first_row + r) * num_blocks``. Rows outside ``mask``
-    are all -inf; sums outside ``sum_mask`` are 0.
+    The statistics of row r begin at block ``(first_row + r) * num_blocks``. Maxima outside ``mask``
+    are -inf; sums outside ``sum_mask`` are 0.
     """
     blocks = tl.arange(0, BLOCKS)
     at = (first_row + rows).to(tl.int64)[:, None] * num_blocks + blocks[None, :]
     in_row = (blocks < num_blocks)[None, :]
     block_max = tl.load(max_ptr + at, mask=mask[:, None] & in_row, other=float("-inf"))
-    block_sum = tl.load(sum_ptr + at, mask=sum_mask[:, None] & in_row, other=0.0)
+    return block_max, tl.load(sum_ptr + at, mask=sum_mask[:, None] & in_row, other=0.0)
+
+
+@triton.jit
+def combine_blocks(block_max, block_sum, temperature):
+    """Return maximum and sum of exponentials of every row."""
     row_max = tl.max(block_max, axis=1)
     base = tl.where((row_max > float("-inf")) & (row_max < float("inf")), row_max, 0.0)
     scale = tl.exp(tl.minimum(block_max - base[:, None], 0.0) / temperature)
-    total = tl.sum(tl.where(block_sum > 0.0, block_sum * scale, 0.0), axis=1)
-    return block_max, row_max, total
+    return row_max, tl.sum(tl.where(block_sum > 0.0, block_sum * scale, 0.0), axis=1)
 
 
 @triton.jit

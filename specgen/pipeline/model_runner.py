@@ -297,11 +297,11 @@ class ModelRunner:
             shared_prefix=shared_prefix,
         )
         sampling = state.sampling_rows(self._kernels, slot_ids)
-        lane_words = self._rejection_sampler.look_ahead(inputs, sampling)
+        lane_noise = self._rejection_sampler.look_ahead(inputs, sampling)
         hidden, aux = self._target.forward(inputs.input_ids.flatten(), metadata, self._caches)
         logits = self._target.compute_logits(hidden).unflatten(0, (-1, k + 1))
         tokens, num_sampled, ok = self._rejection_sampler.verify(
-            logits, slot_ids, inputs, sampling, lane_words, needs_filter=needs_filter
+            logits, slot_ids, inputs, sampling, lane_noise, needs_filter=needs_filter
         )
         committed = self._commit(slot_ids, tokens, num_sampled, ok, inputs.num_draft_tokens)
         if self._drafter is not None and keeps_drafts:

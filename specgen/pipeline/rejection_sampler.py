@@ -50,7 +50,7 @@ class RejectionSampler:
             return None
 
         def look() -> torch.Tensor:
-            words: torch.Tensor = kernels.lane_noise.largest_noise(
+            noise: torch.Tensor = kernels.lane_noise.largest_noise(
                 inputs.num_draft_tokens,
                 sampling.temperature,
                 sampling.seeds,
@@ -59,7 +59,7 @@ class RejectionSampler:
                 inputs.draft_tokens.shape[1] + 1,
                 self._vocab_size,
             )
-            return words
+            return noise
 
         return self._beside.fork(look)
 
@@ -69,7 +69,7 @@ class RejectionSampler:
         slot_ids: torch.Tensor,
         inputs: DecodeInputs,
         sampling: SamplingRows,
-        lane_words: torch.Tensor | None,
+        lane_noise: torch.Tensor | None,
         *,
         needs_filter: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -79,7 +79,7 @@ class RejectionSampler:
             logits: [B, k + 1, V]; row i follows the last token and i drafts.
             slot_ids: int32 [B].
             sampling: of the rows, before the commit.
-            lane_words: of :meth:`look_ahead`.
+            lane_noise: of :meth:`look_ahead`.
 
         Returns:
             Tokens int32 [B, k + 1] padded with -1, their number int32 [B] (accepted + 1), and
@@ -106,6 +106,6 @@ class RejectionSampler:
             sampling.sample_index,
             thresholds,
             self._synthetic_rates,
-            lane_words,
+            lane_noise,
         )
         return tokens, num_sampled, ok

@@ -22,13 +22,14 @@ POINTERS = {
     torch.float16: "*fp16",
     torch.int64: "*i64",
     torch.int32: "*i32",
+    torch.int16: "*i16",
     torch.int8: "*i8",
 }
 compiled: set[str] = set()
 
 
 def compile_launch(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-    names = ("num_warps", "num_stages", "launch_pdl")
+    names = ("num_warps", "num_stages", "launch_pdl", "maxnreg")
     options = {name: kwargs.pop(name) for name in names if name in kwargs}
     bound = self.signature.bind(*args, **kwargs).arguments
     signature: dict[str, str] = {}

@@ -6,16 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-import triton
-import triton.language as tl
 from kernels.test_rejection import Case, make_case, to_device
 from torch import Tensor
 
 from specgen.kernels import rejection as triton_rejection
 from specgen.kernels.reference import gumbel, rejection
 from specgen.kernels.reference.logits import filter_thresholds
-from specgen.kernels.reference.rng import gumbel_noise, vocab_gumbel
-from specgen.kernels.rng import word_gumbel_bound
+from specgen.kernels.reference.rng import vocab_gumbel
 from specgen.kernels.streams import DRAFT, TARGET
 
 pytestmark = [
@@ -23,32 +20,6 @@ pytestmark = [
     pytest.mark.usefixtures("poison"),
 ]
 VOCAB_SIZE = 9_001  # three blocks of lanes, the last of them short
-
-
-@triton.jit
-def _bounds_kernel(words_ptr, bound_ptr, N, BLOCK: tl.constexpr):
-    offs = tl.arange(0, BLOCK)
-    words = tl.load(words_ptr + offs, mask=offs < N, other=0).to(tl.uint32, bitcast=True)
-    tl.store(bound_ptr + offs, word_gumbel_bound(words), mask=offs < N)
-
-
-def test_noise_is_within_its_bound_and_not_far(device: str) -> None:
-    """Also at every power of two, where the bound is tight, and where noise is the largest."""
-    powers = torch.tensor([1 << n for n in range(32)])
-    edges = torch.cat([powers, powers - 1, powers + 1, 2**32 - powers, torch.arange(200)])
-    everywhere = torch.arange(0, 2**32, 1_000_003)
-    words = torch.cat([edges, everywhere]) % 2**32
-    signed = torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
-    noise = gumbel_noise(signed)
-    hair = 5e-4  # what rounding may do to a score
-    bounds = torch.empty(words.shape, dtype=torch.float32, device=device)
-    size = triton.next_power_of_2(len(words))
-    _bounds_kernel[(1,)](signed.to(device), bounds, len(words), BLOCK=size)
-    bounds = bounds.cpu()
-    assert bool((bounds > noise + hair).all())
-    tail = (noise > 3) & (words > 99)
-    assert int(tail.sum()) > 100
-    assert float((bounds - noise)[tail].max()) < 0.12
 
 
 def assert_equals_twin(case: Case, device: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -230,3 +201,23 @@ def test_no_weight_is_left_over_several_blocks(device: str) -> None:
     assert num_sampled.tolist() == [1] * batch
     assert int(tokens[:, 0].max()) < middle
     assert int(tokens[:, 0].min()) >= 0
+
+
+@pytest.mark.parametrize(("num_warps", "num_lanes"), [(4, 32), (1, 4)])
+def test_the_residual_is_a_single_token(
+    num_warps: int, num_lanes: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever it is: no other token gives a score to beat, so that all lanes are gone through."""
+    monkeypatch.setattr(triton_rejection, "_JUDGE_WARPS", num_warps)
+    monkeypatch.setattr(triton_rejection, "_JUDGE_LANES", num_lanes)
+    only = torch.tensor([0, 7, 4_095, 4_096, 5_001, 8_191, 8_192, VOCAB_SIZE - 1])
+    batch, rejected = len(only), 77
+    logits = torch.zeros(batch, 2, VOCAB_SIZE)
+    logits[:, :, rejected] = float("-inf")
+    draft_logits = torch.zeros(batch, 1, VOCAB_SIZE)
+    draft_logits[:, :, rejected] = -5.0
+    draft_logits[torch.arange(batch), 0, only] = -5.0  # so that q is above p at all others
+    case = make_case(logits, torch.full((batch, 1), rejected), draft_logits)
+    tokens, num_sampled, _ = assert_equals_twin(case, device)
+    assert num_sampled.tolist() == [1] * batch
+    assert torch.equal(tokens[:, 0].long(), only)

@@ -7,10 +7,18 @@ import torch
 from torch import Tensor
 
 from specgen.kernels import lane_noise as triton_lane_noise
-from specgen.kernels.lanes import LANE_GROUP, LANE_IDS, NUM_LANES, VOCAB_BLOCK
+from specgen.kernels.lanes import (
+    LANE_GROUP,
+    LANE_IDS,
+    NOISE_SLACK,
+    NOISE_STEP,
+    NUM_LANES,
+    NUM_LOUDEST,
+    VOCAB_BLOCK,
+)
 from specgen.kernels.overlap import overlap_options
 from specgen.kernels.reference import lane_noise
-from specgen.kernels.reference.rng import gumbel_noise, vocab_gumbel
+from specgen.kernels.reference.rng import vocab_gumbel
 from specgen.kernels.step_statistics import step_statistics
 from specgen.kernels.streams import TARGET
 
@@ -38,21 +46,22 @@ def lane_ids(num_blocks: int) -> Tensor:
 
 
 @pytest.mark.parametrize("vocab_size", [5, VOCAB_BLOCK, 9_001])
-def test_words_are_of_the_two_largest_noises(vocab_size: int) -> None:
+def test_bounds_are_of_the_largest_noises(vocab_size: int) -> None:
     arguments = rows([2, 2], [1.0, 0.5], "cpu")
-    words = lane_noise.largest_noise(*arguments, NUM_STEPS, vocab_size)
-    num_blocks = words.shape[2]
+    bounds = lane_noise.largest_noise(*arguments, NUM_STEPS, vocab_size)
+    num_blocks = bounds.shape[2]
     ids = lane_ids(num_blocks)
     _, _, seeds, first_positions, sample = arguments
-    places = words & LANE_IDS - 1
+    places, values = bounds & LANE_IDS - 1, (bounds // LANE_IDS & 1023) * NOISE_STEP
     for step in range(NUM_STEPS):
         noise = vocab_gumbel(
             seeds, num_blocks * VOCAB_BLOCK, first_positions + step, TARGET, sample * 0, sample
         )[:, ids]  # [B, N, NUM_LANES, LANE_IDS]
-        largest = noise.topk(2, -1)
+        largest = noise.topk(NUM_LOUDEST, -1)
         assert torch.equal(places[:, step].transpose(-1, -2), largest.indices)
-        bounds = gumbel_noise((words[:, step] & -LANE_IDS).flatten()).view(words[:, step].shape)
-        torch.testing.assert_close(bounds.transpose(-1, -2), largest.values, rtol=1e-4, atol=1e-5)
+        above = values[:, step].transpose(-1, -2) - largest.values
+        assert float(above.min()) > NOISE_SLACK / 2
+        assert float(above.max()) < NOISE_STEP + 2 * NOISE_SLACK
 
 
 @pytest.mark.parametrize("vocab_size", [5, VOCAB_BLOCK, 9_001])
@@ -68,7 +77,12 @@ def test_triton_equals_twin(
     twin = lane_noise.largest_noise(*(a.cpu() for a in arguments), NUM_STEPS, vocab_size)
     untouched = torch.empty_like(ours)
     for row, num_drawn in enumerate([3, 1, 2, 0, 0]):
-        assert torch.equal(ours[row, :num_drawn], twin[row, :num_drawn])
+        mine, theirs = ours[row, :num_drawn].int(), twin[row, :num_drawn].int()
+        assert torch.equal(mine & LANE_IDS - 1, theirs & LANE_IDS - 1)
+        # A logarithm may differ in its last bit, and so, rarely, in what it is rounded up to.
+        steps = mine // LANE_IDS - theirs // LANE_IDS
+        assert int(steps.abs().max()) <= 1 if num_drawn else True
+        assert float((steps != 0).float().mean()) < 1e-3 if num_drawn else True
         assert torch.equal(ours[row, num_drawn:], untouched[row, num_drawn:])
 
 

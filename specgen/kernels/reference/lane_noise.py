@@ -5,8 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specgen.kernels.lanes import LANE_GROUP, LANE_IDS, NUM_LANES, VOCAB_BLOCK
-from specgen.kernels.reference.rng import philox
+from specgen.kernels.lanes import (
+    LANE_GROUP,
+    LANE_IDS,
+    NOISE_SLACK,
+    NOISE_STEP,
+    NUM_LANES,
+    NUM_LOUDEST,
+    VOCAB_BLOCK,
+)
+from specgen.kernels.reference.rng import gumbel_noise, philox
 from specgen.kernels.streams import TARGET
 
 
@@ -19,10 +27,10 @@ def largest_noise(
     num_steps: int,
     vocab_size: int,
 ) -> Tensor:
-    """Return the words of the two largest noises of every lane, on stream TARGET.
+    """Return bounds of the largest noises of every lane, on stream TARGET, and whose they are.
 
-    Large noise comes from small words. The lowest bits of a word, which change little, hold the
-    place of its token in the lane instead, from 0 to ``LANE_IDS - 1``.
+    Noise is below its bound, ``NOISE_STEP`` times the upper ten bits. The lower six are the place
+    of its token in the lane, from 0 to ``LANE_IDS - 1``.
 
     Args:
         num_draft_tokens: ``[B]`` int32; -1 = padding row.
@@ -34,7 +42,7 @@ def largest_noise(
         vocab_size: V. The last block counts with all its ids, also those from V on.
 
     Returns:
-        ``[B, k + 1, N, 2, NUM_LANES]`` uint32 words as int32, the least first. Steps that
+        ``[B, k + 1, N, NUM_LOUDEST, NUM_LANES]`` uint16 as int16, the largest first. Steps that
         draw nothing, those of padding and greedy rows and those behind a row's last draft, may
         hold anything.
     """
@@ -50,8 +58,13 @@ def largest_noise(
         torch.full(shape, TARGET, dtype=torch.int32, device=device).reshape(-1),
         sample_index[:, None, None].expand(shape).reshape(-1),
     )
+    # Large noise comes from small words.
     unsigned = words.to(torch.int64) & 0x100000000 - LANE_IDS
     by_group = unsigned.view(batch, num_steps, num_blocks, -1, NUM_LANES, LANE_GROUP)
     by_lane = by_group.transpose(3, 4).flatten(4) + torch.arange(LANE_IDS, device=device)
-    least = by_lane.topk(2, largest=False, sorted=True).values.transpose(3, 4)
-    return torch.where(least >= 1 << 31, least - (1 << 32), least).to(torch.int32)
+    least = by_lane.topk(NUM_LOUDEST, largest=False, sorted=True).values.transpose(3, 4)
+    least_words = torch.where(least >= 1 << 31, least - (1 << 32), least).to(torch.int32)
+    noise = gumbel_noise((least_words & -LANE_IDS).flatten()).view(least_words.shape)
+    bounds = (noise.clamp(min=0.0) + NOISE_SLACK) * (1 / NOISE_STEP)
+    steps = (bounds.to(torch.int32) + 1).clamp(max=1023)
+    return (steps * LANE_IDS + (least_words & LANE_IDS - 1)).to(torch.int16)

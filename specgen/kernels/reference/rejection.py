@@ -22,7 +22,7 @@ def rejection_sample(
     sample_index: Tensor,
     thresholds: Tensor | None,
     synthetic_rates: Tensor | None = None,
-    lane_words: Tensor | None = None,
+    lane_noise: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Judge the drafts of every row and draw the token that follows the accepted ones.
 
@@ -54,7 +54,7 @@ def rejection_sample(
         thresholds: ``[B, k + 1]`` fp32, or None.
         synthetic_rates: ``[>= k]`` fp32, the rate at which draft i is accepted once those before it
             were; or None for the ``standard`` rule.
-        lane_words: what :func:`.lane_noise.largest_noise` says of these rows and steps, where it is
+        lane_noise: what :func:`.lane_noise.largest_noise` says of these rows and steps, where it is
             known. It changes nothing but the time.
 
     Returns:
