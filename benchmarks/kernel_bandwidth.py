@@ -65,69 +65,69 @@ def _logits(rows: int, steps: int, shape: str) -> torch.Tensor:
     return logits
 
 
+def _verification_arguments(
+    kernels: Kernels, rows: int, k: int, shape: str, drafted: str, temperature: float, seed: int
+) -> tuple[Any, ...]:
+    logits = _logits(rows, k + 1, shape)
+    draft_logits = None
+    slots, zeros = i32(range(rows)), i32([0] * rows)
+    seeds = torch.arange(rows, device="cuda") + seed
+    temperatures = torch.full((rows,), temperature, device="cuda")
+    drafts = logits[:, :k].argmax(-1).int()
+    if drafted == "gumbel":
+        draft_logits = logits[:, :k] + bf16(rows, k, VOCAB_SIZE)
+        for i in range(k):
+            address = (seeds, zeros[:, None] + 50 + i, zeros, DRAFT, i, None, None)
+            drafts[:, i : i + 1] = kernels.gumbel.gumbel_sample(
+                draft_logits[:, i : i + 1], temperatures, *address
+            )[0]
+    else:
+        drafts = torch.where(torch.rand(rows, k, device="cuda") < 0.5, drafts, 0).int()
+    row_arguments = (temperatures, seeds, zeros + 50, zeros)
+    lane_noise = kernels.lane_noise.largest_noise(zeros + k, *row_arguments, k + 1, VOCAB_SIZE)
+    return (
+        logits,
+        drafts.contiguous(),
+        zeros + k,
+        draft_logits,
+        slots,
+        None,
+        *row_arguments,
+        None,
+        None,
+        lane_noise,
+    )
+
+
 def verification(kernels: Kernels) -> Iterator[Row]:
     """Judging drafts and drawing the token after them: ``floor_ratio`` counts reads of the logits.
 
     Half of the greedy drafts are the target's argmax, so that rows end at every step. Drafts drawn
-    from logits of their own are judged by those, which are then read too.
+    from logits of their own are judged by those, which are then read too. Four batches in turns:
+    the slowest row decides the time of a batch.
     """
-    for rows, k, shape, drafted in itertools.product(
-        (1, 64, 256), (0, 3), ("flat", "random", "peaked"), ("greedy", "gumbel")
+    for rows, k, shape, drafted, temperature in itertools.product(
+        (1, 64, 256), (0, 3), ("flat", "random", "peaked"), ("greedy", "gumbel"), (0.0, 1.0)
     ):
         if k == 0 and drafted == "gumbel":
             continue
-        logits = _logits(rows, k + 1, shape)
-        draft_logits = None
-        num_bytes = logits.nbytes
-        slots, zeros = i32(range(rows)), i32([0] * rows)
-        seeds = torch.arange(rows, device="cuda")
-        for temperature in (0.0, 1.0):
-            temperatures = torch.full((rows,), temperature, device="cuda")
-            drafts = logits[:, :k].argmax(-1).int()
-            if drafted == "gumbel":
-                draft_logits = logits[:, :k] + bf16(rows, k, VOCAB_SIZE)
-                num_bytes = logits.nbytes + (draft_logits.nbytes if temperature else 0)
-                for i in range(k):
-                    drafts[:, i : i + 1] = kernels.gumbel.gumbel_sample(
-                        draft_logits[:, i : i + 1],
-                        temperatures,
-                        seeds,
-                        zeros[:, None] + 50 + i,
-                        zeros,
-                        DRAFT,
-                        i,
-                        None,
-                        None,
-                    )[0]
-            else:
-                drafts = torch.where(torch.rand(rows, k, device="cuda") < 0.5, drafts, 0).int()
-            arguments = (
-                logits,
-                drafts.contiguous(),
-                zeros + k,
-                draft_logits,
-                slots,
-                None,
-                temperatures,
-                seeds,
-                zeros + 50,
-                zeros,
-                None,
-                None,
-                kernels.lane_noise.largest_noise(
-                    zeros + k, temperatures, seeds, zeros + 50, zeros, k + 1, VOCAB_SIZE
-                ),
-            )
-            us = graph_us(lambda a=arguments: kernels.rejection.rejection_sample(*a))
-            yield {
-                "rows": rows,
-                "k": k,
-                "logits": shape,
-                "drafts": drafted,
-                "temperature": temperature,
-                "us": us,
-                "bytes": num_bytes,
-            }
+        batches = [
+            _verification_arguments(kernels, rows, k, shape, drafted, temperature, 1_000 * i)
+            for i in range(4)
+        ]
+        logits, draft_logits = batches[0][0], batches[0][3]
+        is_read = draft_logits is not None and temperature > 0
+        yield {
+            "rows": rows,
+            "k": k,
+            "logits": shape,
+            "drafts": drafted,
+            "temperature": temperature,
+            "us": graph_us(
+                lambda a=batches: [kernels.rejection.rejection_sample(*batch) for batch in a], 4
+            ),
+            "bytes": logits.nbytes + (draft_logits.nbytes if is_read else 0),
+        }
 
 
 def noise(kernels: Kernels) -> Iterator[Row]:
