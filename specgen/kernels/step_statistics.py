@@ -10,13 +10,11 @@ import triton.language as tl
 from torch import Tensor
 
 from specgen.kernels.lanes import LANE_GROUP, NUM_LANES, VOCAB_BLOCK
-from specgen.kernels.overlap import register_options, release, wait
+from specgen.kernels.overlap import release, wait
 from specgen.kernels.row_statistics import store_block
 from specgen.kernels.streams import GREEDY_TEMPERATURE
 
 _WARPS = NUM_LANES // 32
-# What lets 14 programs run on a multiprocessor at a time instead of 12, or 11 with draft logits.
-_MAX_REGISTERS = 72
 _GREEDY = tl.constexpr(GREEDY_TEMPERATURE)
 
 
@@ -191,7 +189,6 @@ def step_statistics(
         GROUP=LANE_GROUP,
         LANES=NUM_LANES,
         num_warps=_WARPS,
-        **register_options(_MAX_REGISTERS),
         **options,
     )
     return statistics
