@@ -177,7 +177,7 @@ def test_the_batch_shrinks_and_all_rows_come_back(
     rows = rows_of(phase)
     expected, alone, together = measure(models, draft, graphs, phase)
     assert together > alone + 64 * MIB, "the pressure would be none"
-    for share in (0.6, 0.4, 0.25):
+    for share in (0.6, 0.4, 0.25, 0.1):
         gc.collect()
         engine = build(models, draft, graphs, phase)
         faults = watch(engine)
