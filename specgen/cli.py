@@ -59,7 +59,8 @@ class _Cli(click.Group):
         except StopRun as stop:
             code = stop.exit_code
         except SpecgenError as error:
-            _print_error(error.message, error.hint)
+            if not error.reported:
+                _print_error(error.message, error.hint)
             code = error.exit_code
         except SystemExit as stop:
             # Without standalone mode click exits by itself only for shell completion (0) and with

@@ -138,7 +138,13 @@ class EngineConfig:
             if value is not None and value > _MOST:
                 raise UsageError(f"{_flag(name)} must be at most {_MOST:,}, got {value}")
         parse_num_speculative_tokens(self.num_speculative_tokens)
-        if (self.rejection_sample == "synthetic") != (self.synthetic_acceptance is not None):
+        is_synthetic = self.rejection_sample == "synthetic"
+        if self.no_draft and (is_synthetic or self.synthetic_acceptance is not None):
+            given = "--rejection-sample synthetic" if is_synthetic else "--synthetic-acceptance"
+            raise UsageError(
+                f"{given} needs a draft: --no-draft is given", "leave one of the two out"
+            )
+        if is_synthetic != (self.synthetic_acceptance is not None):
             raise UsageError(
                 "--rejection-sample synthetic and --synthetic-acceptance belong together",
                 "give both, or neither",

@@ -52,6 +52,10 @@ class Display(Protocol):
     def summary(self, stats: RunStats, seconds: float, whole: RunStats | None = None) -> None:
         """Show the closing tables: of this run, and of `whole`, its output with earlier runs."""
 
+    def error(self, message: str, hint: str | None, exit_code: int) -> bool:
+        """Show what ended the run; False leaves it to the command line, which says it in words."""
+        return False
+
 
 def create_display(
     kind: ProgressKind, *, quiet: bool = False, data_on_terminal: bool = False
@@ -162,6 +166,10 @@ class QuietDisplay:
             failed = counted(stats.rows_failed, "row")
             self._stream.write(f"error: {failed} failed; the output has the reasons\n")
 
+    def error(self, message: str, hint: str | None, exit_code: int) -> bool:
+        """Left to the command line."""
+        return False
+
 
 class TextDisplay:
     """Settings, remarks and the closing tables; no progress."""
@@ -211,6 +219,10 @@ class TextDisplay:
         for table in summary_tables(stats, seconds, self._console, whole):
             self._console.print(table, soft_wrap=False)
 
+    def error(self, message: str, hint: str | None, exit_code: int) -> bool:
+        """Left to the command line."""
+        return False
+
 
 class PlainDisplay(TextDisplay):
     """A line every few seconds, if something changed."""
@@ -251,7 +263,7 @@ class PlainDisplay(TextDisplay):
 
 
 class JsonDisplay(PlainDisplay):
-    """One JSON object a line: `start`, `progress`, `note`, `warning`, `summary`."""
+    """One JSON object a line: `start`, `progress`, `note`, `warning`, `summary`, `error`."""
 
     def __init__(self, stream: TextIO, interval: float = _PLAIN_SECONDS) -> None:
         super().__init__(stream, interval)
@@ -277,6 +289,11 @@ class JsonDisplay(PlainDisplay):
     def warn(self, message: str, hint: str | None = None) -> None:
         """Report it; programs can take them all."""
         self._event("warning", message=message, hint=hint)
+
+    def error(self, message: str, hint: str | None, exit_code: int) -> bool:
+        """Report it, as the last line."""
+        self._event("error", message=message, hint=hint, exit_code=int(exit_code))
+        return True
 
     def _progress(self, stats: RunStats) -> None:
         seconds = stats.elapsed()

@@ -51,6 +51,8 @@ class SpecgenError(Exception):
         super().__init__(message)
         self.message = message
         self.hint = hint
+        self.reported = False
+        """Whether whoever follows the run has been told already."""
 
     def __str__(self) -> str:
         """The message, and the hint on a line of its own."""

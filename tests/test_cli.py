@@ -400,6 +400,26 @@ def test_json_progress(invoke: Invoke) -> None:
     assert rows(result.stderr)[0]["settings"]["sampling"]["max_tokens"] == "rest of the context"
 
 
+@pytest.mark.parametrize(
+    ("args", "exit_code", "message"),
+    [
+        (("missing.jsonl",), 4, "missing.jsonl"),
+        (("in.jsonl", "-o", "nowhere/out.jsonl"), 6, "nowhere"),
+        (("in.jsonl", "--summary", "in.jsonl"), 2, "is an input or the output"),
+    ],
+)
+def test_programs_read_what_ended_a_run_as_an_event(
+    invoke: Invoke, args: tuple[str, ...], exit_code: int, message: str
+) -> None:
+    result = invoke("run", *args, "--progress", "json")
+    last = rows(result.stderr)[-1]
+    assert (result.exit_code, last["event"], last["exit_code"]) == (exit_code, "error", exit_code)
+    assert message in last["message"]
+    in_words = invoke("run", *args)
+    assert f"error: {last['message']}" in in_words.stderr
+    assert (last["hint"] is None) == ("hint: " not in in_words.stderr)
+
+
 def test_the_total_respects_the_limit_and_is_unknown_for_stdin(invoke: Invoke) -> None:
     limited = invoke("run", "in.jsonl", "--limit", "2", "--progress", "json")
     assert rows(limited.stderr)[0]["total"] == 2

@@ -70,8 +70,13 @@ def test_config_wants_rule_and_acceptance_together() -> None:
         EngineConfig(rejection_sample="synthetic")
     with pytest.raises(UsageError, match="belong together"):
         EngineConfig(synthetic_acceptance=2.0)
-    with pytest.raises(UsageError, match="needs drafts"):
-        resolve(EngineConfig(rejection_sample="synthetic", synthetic_acceptance=1.0, no_draft=True))
+    for settings in (
+        {"rejection_sample": "synthetic"},
+        {"synthetic_acceptance": 1.0},
+        {"rejection_sample": "synthetic", "synthetic_acceptance": 1.0},
+    ):
+        with pytest.raises(UsageError, match="needs a draft: --no-draft is given"):
+            EngineConfig(no_draft=True, **settings)
     config = resolve(EngineConfig(rejection_sample="synthetic", synthetic_acceptance=2.25))
     assert config.synthetic_rates == (1.0, 0.25)  # as many drafts as the length needs
     config = resolve(

@@ -23,6 +23,7 @@ from specgen.config import (
     refuse_idle_draft_settings,
 )
 from specgen.errors import ModelError, SpecgenError, UsageError
+from specgen.wording import counted
 
 if TYPE_CHECKING:
     from specgen.bench.jobs import Job
@@ -137,6 +138,8 @@ def bench(**flags: Any) -> None:
     head accepts is then set with --synthetic-acceptance; without it drafts of random weights are
     judged as they are.
     """
+    if flags["max_num_seqs"] is not None and flags["max_num_seqs"] < 1:
+        raise UsageError(f"--max-num-seqs must be at least 1, got {flags['max_num_seqs']}")
     jobs = _jobs(flags)
     sampling_of({"temperature": flags["temperature"]}, {})
     if flags["synthetic_acceptance"] is not None:
@@ -262,7 +265,7 @@ def _measure_all(flags: dict[str, Any], models: _Models, jobs: list[Job]) -> Non
     fixed = _facts(flags, models, engine)
     fixed |= {"startup_s": round(startup, 2), "first_step_s": round(first_step, 2)}
     for number, job in enumerate(jobs):
-        click.echo(f"measuring {job.name}, {len(job.lengths):,} prompts", err=True)
+        click.echo(f"measuring {job.name}, {counted(len(job.lengths), 'prompt')}", err=True)
         result = measure(
             engine, job, temperature=flags["temperature"], seed=number, num_runs=flags["repeat"]
         )

@@ -83,6 +83,17 @@ def _restore_cursor() -> None:
 
 def _run(options: RunOptions, interrupts: Interrupts) -> int:
     from specgen.display import create_display
+
+    display = create_display(options.progress, quiet=options.quiet)
+    try:
+        return _run_job(options, interrupts, display)
+    except SpecgenError as error:
+        error.reported = display.error(error.message, error.hint, error.exit_code)
+        raise
+
+
+def _run_job(options: RunOptions, interrupts: Interrupts, display: Display) -> int:
+    from specgen.display import create_display
     from specgen.job import Job
     from specgen.request_io.file_writer import OutputComplete
     from specgen.request_io.source import check_inputs
@@ -90,7 +101,6 @@ def _run(options: RunOptions, interrupts: Interrupts) -> int:
 
     check_inputs(options.inputs)
     _check_summary(options)
-    display = create_display(options.progress, quiet=options.quiet)
     try:
         writer = _open_writer(options, display)
     except OutputComplete as complete:

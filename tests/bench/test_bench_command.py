@@ -114,6 +114,7 @@ def test_a_job_on_a_preset() -> None:
         (("--input-len", "900", "--output-len", "200"), "give --input-len 824"),
         (("--output-len", "2000"), "give at most 1024 in all"),
         (("--batch-size", "4", "--max-num-seqs", "3"), "--max-num-seqs 3 has fewer at a time"),
+        (("--job", "mixed", "--max-num-seqs", "0"), "--max-num-seqs must be at least 1, got 0"),
         (("--batch-size", "100000000"), "numbers of rows to 1,000,000"),
         (
             (

@@ -203,18 +203,21 @@ def test_no_weight_is_left_over_several_blocks(device: str) -> None:
     assert int(tokens[:, 0].min()) >= 0
 
 
-@pytest.mark.parametrize(("num_warps", "num_lanes"), [(4, 32), (1, 4)])
+@pytest.mark.parametrize(
+    ("vocab_size", "num_warps", "num_lanes"),
+    [(VOCAB_SIZE, 4, 32), (VOCAB_SIZE, 1, 4), (40_000, 1, 32)],  # 4, 8 and 16 lanes a thread
+)
 def test_the_residual_is_a_single_token(
-    num_warps: int, num_lanes: int, device: str, monkeypatch: pytest.MonkeyPatch
+    vocab_size: int, num_warps: int, num_lanes: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wherever it is: no other token gives a score to beat, so that all lanes are gone through."""
     monkeypatch.setattr(triton_rejection, "_JUDGE_WARPS", num_warps)
     monkeypatch.setattr(triton_rejection, "_JUDGE_LANES", num_lanes)
-    only = torch.tensor([0, 7, 4_095, 4_096, 5_001, 8_191, 8_192, VOCAB_SIZE - 1])
+    only = torch.tensor([0, 7, 4_095, 4_096, 5_001, 8_191, 8_192, vocab_size - 1])
     batch, rejected = len(only), 77
-    logits = torch.zeros(batch, 2, VOCAB_SIZE)
+    logits = torch.zeros(batch, 2, vocab_size)
     logits[:, :, rejected] = float("-inf")
-    draft_logits = torch.zeros(batch, 1, VOCAB_SIZE)
+    draft_logits = torch.zeros(batch, 1, vocab_size)
     draft_logits[:, :, rejected] = -5.0
     draft_logits[torch.arange(batch), 0, only] = -5.0  # so that q is above p at all others
     case = make_case(logits, torch.full((batch, 1), rejected), draft_logits)
