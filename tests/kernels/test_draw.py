@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from kernels.test_lane_noise import lane_ids
 from kernels.test_rejection import Case, make_case, to_device
 from torch import Tensor
 
@@ -224,3 +225,28 @@ def test_the_residual_is_a_single_token(
     tokens, num_sampled, _ = assert_equals_twin(case, device)
     assert num_sampled.tolist() == [1] * batch
     assert torch.equal(tokens[:, 0].long(), only)
+
+
+def test_the_winner_is_one_of_many_loudest_tokens(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lanes that promise more than they hold come first, and hundreds of tokens remain."""
+    monkeypatch.setattr(triton_rejection, "_JUDGE_WARPS", 1)
+    vocab_size, batch = 10 * 4_096, 8
+    logits = torch.zeros(batch, 2, vocab_size)
+    case = make_case(logits, torch.full((batch, 1), 77))
+    noise = noise_of(case)
+    by_lane = lane_ids(10).flatten(0, 1)  # [lanes, ids]
+    loudest, quietest = noise[:, by_lane].max(-1), noise[:, by_lane].min(-1)
+    winner = noise.argmax(-1)
+    for row in range(batch):
+        promising = torch.arange(0, len(by_lane), 2)
+        promising = promising[(by_lane[promising] != winner[row]).all(-1)]
+        promise = noise[row].max() + 0.5 - loudest.values[row, promising]
+        tokens = by_lane[promising]
+        logits[row, :, tokens.gather(1, quietest.indices[row, promising][:, None])[:, 0]] = promise
+        logits[row, :, tokens.gather(1, loudest.indices[row, promising][:, None])[:, 0]] = -30.0
+    logits[:, :, 77] = -30.0  # rejected
+    tokens, num_sampled, _ = assert_equals_twin(case, device)
+    assert num_sampled.tolist() == [1] * batch
+    assert torch.equal(tokens[:, 0].long(), winner)
