@@ -111,7 +111,7 @@ class SamplingParams:
             if asks_for_nothing(key, value) or (value is None and is_sampling_key(key)):
                 continue
             if not is_sampling_key(key):
-                raise ValueError(_unknown(key))
+                raise ValueError(_unknown(key, value))
             if key == "speculative":
                 if not isinstance(value, Mapping):
                     raise ValueError(f'"speculative" must be an object, got {_show(value)}')
@@ -184,12 +184,13 @@ def looks_like_sampling_key(key: str) -> bool:
     return key in _LINE_KEYS or key in UNSUPPORTED_KEYS or _closest(key) is not None
 
 
-def _unknown(key: str) -> str:
+def _unknown(key: str, value: object) -> str:
     if key in _SAME_AS:
         return f'"{key}" is not supported; use "{_SAME_AS[key]}"'
     if key in UNSUPPORTED_KEYS:
         off = UNSUPPORTED_KEYS[key]
-        return f'"{key}" is not supported' + (f", but for {json.dumps(off[0])}" if off else "")
+        but = f", but for {json.dumps(off[0])}" if off else ""
+        return f'"{key}" is not supported{but}, got {_show(value)}'
     close = _closest(key)
     if close is not None and close in _LINE_KEYS:
         return f'"{key}" is not a sampling key; did you mean "{close}"?'

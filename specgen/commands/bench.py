@@ -187,7 +187,9 @@ def _jobs(flags: dict[str, Any]) -> list[Job]:
         if flags[flag] is not None:
             raise UsageError(
                 f"--{flag.replace('_', '-')}: --job {name} has lengths of its own",
-                "--max-num-seqs says how many rows run at a time",
+                "--max-num-seqs says how many rows run at a time"
+                if flag == "batch_size"
+                else f"leave it out, or measure rows of one length without --job {name}",
             )
     make = mixed_job if name == "mixed" else shared_prefix_job
     return [make() if num_prompts is None else make(num_prompts)]

@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -28,6 +28,7 @@ from specgen.commands.flags import (
     with_options,
 )
 from specgen.commands.run_options import RunOptions, sampling_of
+from specgen.config import EngineConfig
 from specgen.errors import ExitCode, OutputError, SpecgenError, UsageError
 from specgen.interrupts import Interrupts, StopRun
 from specgen.wording import counted, legible
@@ -212,6 +213,7 @@ def _drive(options: RunOptions, job: Job) -> None:
         job.display.warn("--rejection-sample synthetic: the output does not follow the target")
     if options.config.load_format == "dummy":
         job.display.warn("--load-format dummy: the weights are random, and so is the text")
+    _warn_of_idle_flags(options, settings, job.display)
     _warn_of_ignored(settings["generation_config_ignored"], job.display)
     for warning in settings.get("model_warnings", ()):
         job.display.warn(warning)
@@ -336,6 +338,15 @@ def _settings(options: RunOptions, engine: Engine, sampling: SamplingParams) -> 
         "apply_chat_template": options.read.apply_chat_template,
         "system_prompt": options.read.system_prompt,
     }
+
+
+def _warn_of_idle_flags(options: RunOptions, settings: Mapping[str, Any], display: Display) -> None:
+    usual = EngineConfig.gpu_memory_utilization
+    if settings.get("device") == "cpu" and options.config.gpu_memory_utilization != usual:
+        display.warn(
+            "--gpu-memory-utilization means nothing on a CPU",
+            "--max-num-seqs and --max-num-batched-tokens bound the memory",
+        )
 
 
 def _warn_of_ignored(keys: dict[str, Any], display: Display) -> None:

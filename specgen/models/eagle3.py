@@ -145,13 +145,15 @@ def _boundaries(
     boundaries = tuple(sorted(ids))
     good = all(0 <= boundary <= num_layers for boundary in boundaries)
     if not good or len(set(boundaries)) != len(boundaries):
+        name_others = f"name {len(boundaries)} from 0 to {num_layers} with --draft-aux-layers"
+        hints = {
+            "default": f"a target of {num_layers} layers has no usual ones: {name_others}",
+            "override": f"{name_others}, or leave it out",
+        }
         raise ModelError(
             f"{reader.source}: auxiliary boundaries {list(boundaries)} ({origin}) must be distinct "
             f"and within 0..{num_layers}, the target's layers",
-            hint="the head was made for another target, or name the boundaries with "
-            "--draft-aux-layers"
-            if origin != "override"
-            else f"name others from 0 to {num_layers} with --draft-aux-layers, or leave it out",
+            hint=hints.get(origin, f"the head was made for another target, or {name_others}"),
         )
     declared = reader.positive_int("num_aux_hidden_states", len(boundaries))
     if declared != len(boundaries):

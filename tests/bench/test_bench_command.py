@@ -128,6 +128,7 @@ def test_a_job_on_a_preset() -> None:
         (("--num-speculative-tokens", "auto:99999"), "with N from 1 to 32"),
         (("--job", "mixed"), "rows of 1,955 tokens, the model takes 1,024"),
         (("--job", "mixed", "--batch-size", "4"), "has lengths of its own"),
+        (("--job", "mixed", "--input-len", "4"), "rows of one length without --job mixed"),
         (("--num-prompts", "4"), "--num-prompts belongs to --job"),
         (("--no-draft", "--synthetic-acceptance", "2"), "contradict"),
         (("--synthetic-acceptance", "7"), "5 drafts a step yield at most 6 tokens"),
@@ -148,7 +149,7 @@ def test_a_job_on_a_preset() -> None:
             "--num-speculative-tokens 0 makes none",
         ),
         (("--draft-aux-layers", "0"), "hint: --draft-aux-layers names another number of states"),
-        (("--draft-aux-layers", "0,1,99"), "hint: name others from 0 to "),
+        (("--draft-aux-layers", "0,1,99"), "hint: name 3 from 0 to "),
         (("--synthetic-acceptance", "-1"), "one number is a mean length of at least 1"),
         (("--synthetic-acceptance", "nan"), "one number is a mean length of at least 1"),
         (("--synthetic-acceptance", "2,5"), "one number, such as 2.5, is a mean length"),
@@ -186,6 +187,25 @@ def test_a_preset_is_told_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "llama-3.1-8b has 29.92 GiB of weights, and 1.00 GiB" in result.stderr
     assert "--dtype" in result.stderr
     assert "specgen-bench-" not in result.stderr
+
+
+def test_a_short_target_has_no_usual_boundaries(tmp_path: Path) -> None:
+    """Those of heads without a setting do not fit it: the hint says how many and which do."""
+    for name in ("llama-3.2-1b", "llama-3.2-1b-eagle3"):
+        presets.write_preset(name, tmp_path)
+        config_file = tmp_path / name / "config.json"
+        config = json.loads(config_file.read_text())
+        config.pop("eagle_aux_hidden_state_layer_ids", None)
+        if not name.endswith("eagle3"):
+            config["num_hidden_layers"] = 6
+        config_file.write_text(json.dumps(config))
+    result = bench(
+        *("--model", str(tmp_path / "llama-3.2-1b"), "--load-format", "dummy", "--batch-size", "1"),
+        *("--draft-model", str(tmp_path / "llama-3.2-1b-eagle3")),
+    )
+    assert result.exit_code == 5
+    assert "auxiliary boundaries [2, 3, 3] (default) must be distinct" in result.stderr
+    assert "a target of 6 layers has no usual ones: name 3 from 0 to 6" in result.stderr
 
 
 def test_shapes_without_weights_name_the_way_out(tmp_path: Path) -> None:

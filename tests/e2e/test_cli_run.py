@@ -170,6 +170,20 @@ def test_generation_config_stands_behind_flags(
     assert sampling("--generation-config", "none")["temperature"] == 1.0
 
 
+@pytest.mark.parametrize(("flags", "warned"), [((), False), (("0.9",), False), (("0.5",), True)])
+def test_a_share_of_a_gpu_means_nothing_on_a_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], warned: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("in.jsonl").write_text('{"prompt": "a", "max_tokens": 2}\n')
+    args = ["run", "in.jsonl", "--device", "cpu", "-o", "out"]
+    result = CliRunner().invoke(
+        cli, [*args, *(("--gpu-memory-utilization", *flags) if flags else ())]
+    )
+    assert result.exit_code == 0
+    assert ("--gpu-memory-utilization means nothing on a CPU" in result.stderr) is warned
+
+
 def test_overlong_prompts_are_cut_at_the_left_on_request(run: Run) -> None:
     assert run("-o", "out", "--overlong", "truncate-left").exit_code == 3
     record = read("out")[8]

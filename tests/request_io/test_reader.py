@@ -97,7 +97,7 @@ BAD_LINES = [
     ('{"prompt": "a", "x": 1e999}', "invalid_value", "number 1e999 is too large"),
     ('{"prompt": "a", "temperature": -1}', "invalid_value", '"temperature" must be >= 0, got -1'),
     ('{"prompt": "a", "temperature": true}', "invalid_value", "must be a number, got true"),
-    ('{"prompt": "a", "logprobs": 5}', "invalid_value", '"logprobs" is not supported'),
+    ('{"prompt": "a", "logprobs": 5}', "invalid_value", "but for false, got 5"),
     ('{"prompt": "a", "presence_penalty": 1}', "invalid_value", '"presence_penalty" is not'),
     ('{"prompt": "a", "min_p": 0.1}', "invalid_value", '"min_p" is not supported'),
     ('{"prompt": "a", "top_kk": 1}', "invalid_value", '"top_kk" is not a sampling key'),
