@@ -1,4 +1,8 @@
-"""What finished outputs say about speculation: read line by line, in constant memory."""
+"""What outputs say about speculation: read line by line, in memory that does not grow with them.
+
+But for the failed rows of an `OUT.partial`, which are remembered: a later line may be the same row,
+run again.
+"""
 
 from __future__ import annotations
 
@@ -140,6 +144,7 @@ class OutputStats:
         self._bins: dict[int, LengthBin] = {}
         self._worst: list[WorstRow] = []
         self._num_worst = num_worst
+        self._failed: dict[tuple[str, int], str] = {}
 
     def read(self, lines: Iterable[RawLine]) -> None:
         """Count all lines; a torn one at the end of an `OUT.partial` is left out.
@@ -164,6 +169,8 @@ class OutputStats:
 
     def _add(self, record: Mapping[str, Any], raw: RawLine) -> None:
         row = add_record(self.run, record)
+        if raw.source.endswith(".partial"):
+            self._replace_failed((raw.source, record["index"]), record)
         if row is None:
             return
         tokens, reasons, spec = row.completion_tokens, row.finish_reasons, row.spec
@@ -185,6 +192,13 @@ class OutputStats:
                 heapq.heappush(self._worst, worst)
             else:
                 heapq.heappushpop(self._worst, worst)
+
+    def _replace_failed(self, place: tuple[str, int], record: Mapping[str, Any]) -> None:
+        earlier = self._failed.pop(place, None)
+        if earlier is not None:
+            self.run.take_back_failed(earlier)
+        if record["status"] == "error":
+            self._failed[place] = record["error"]["code"]
 
     @property
     def length_bins(self) -> Sequence[LengthBin]:

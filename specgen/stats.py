@@ -301,6 +301,13 @@ class RunStats:
         self.rows_failed += 1
         self.error_codes[code] += 1
 
+    def take_back_failed(self, code: str) -> None:
+        """Forget a failed row that was run again."""
+        self.rows_failed -= 1
+        self.error_codes[code] -= 1
+        if not self.error_codes[code]:
+            del self.error_codes[code]
+
     def add_row(
         self,
         prompt_tokens: int,

@@ -267,3 +267,16 @@ def test_an_encoding_that_lacks_letters_will_do(show: Show, flags: list[str]) ->
         assert lowest[0]["custom_id"] == "\u2603\U0001f600"
     else:
         assert b"u2603" in done.stdout
+
+
+def test_a_row_that_was_run_again_counts_once_in_a_partial_output(tmp_path: Path) -> None:
+    """As long as the run lasts, the line of its failure stands before."""
+    again, other = tmp_path / "again.partial", tmp_path / "other.partial"
+    lines = [failed(0), failed(1), row(2), failed(0), row(1)]
+    again.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    other.write_text(json.dumps(failed(1)) + "\n")  # a shard's, say
+    result = CliRunner().invoke(cli, ["stats", str(again), str(other), "--json"])
+    assert result.exit_code == 0, result.stderr
+    counted = json.loads(result.stdout)["rows"]
+    assert (counted["done"], counted["ok"], counted["failed"]) == (4, 2, 2)
+    assert counted["errors"] == {"empty_prompt": 2}
