@@ -1,6 +1,4 @@
-"""Statistics of rows of logits: of every block of the vocabulary its maximum and sum of
-exponentials, and what they say of a row when they are combined.
-"""
+"""What the statistics of its blocks (:mod:`specgen.kernels.block_statistics`) say of a row."""
 
 from __future__ import annotations
 
@@ -8,88 +6,6 @@ import triton
 import triton.language as tl
 
 NO_ID = tl.constexpr((1 << 31) - 1)
-_LOG2E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def _block_max(
-    x,
-    start,
-    first_ptr,
-    lane_max_ptr,
-    at,
-    has_lanes,
-    HAS_ROW: tl.constexpr,
-    GROUP: tl.constexpr,
-    LANES: tl.constexpr,
-):
-    """Return the maximum of a block, and store what a row needs to find its token."""
-    GROUPS: tl.constexpr = x.shape[0] // GROUP
-    group_max = tl.max(tl.reshape(x, [GROUPS, GROUP]), axis=1)
-    lane_max = tl.max(tl.reshape(group_max, [GROUPS // LANES, LANES]), axis=0)
-    block_max = tl.max(lane_max, axis=0)
-    if HAS_ROW:
-        if has_lanes:
-            out = lane_max_ptr + at * LANES + tl.arange(0, LANES)
-            tl.store(out, lane_max.to(lane_max_ptr.dtype.element_ty))
-        else:
-            firsts = start + tl.arange(0, GROUPS) * GROUP
-            first = tl.min(tl.where(group_max == block_max, firsts, NO_ID), axis=0)
-            tl.store(first_ptr + at, first)
-    return block_max
-
-
-@triton.jit
-def store_block(
-    row_ptr,
-    start,
-    V,
-    temperature,
-    threshold,
-    needs_sum,
-    has_lanes,
-    max_ptr,
-    sum_ptr,
-    first_ptr,
-    lane_max_ptr,
-    at,
-    HAS_THRESHOLDS: tl.constexpr,
-    HAS_ROW: tl.constexpr,
-    BLOCK: tl.constexpr,
-    GROUP: tl.constexpr,
-    LANES: tl.constexpr,
-):
-    """Write the statistics ``at`` of the block of a row's logits that begins at ``start``.
-
-    The maximum (+inf where the block holds NaN or +inf); if needed the sum of ``exp((logit -
-    maximum) / T)`` of the kept tokens; and with HAS_ROW either the maximum of every lane, in the
-    type of the logits, or the first id of the first GROUP that has the block's.
-    """
-    # Every instruction for each logit counts here.
-    offs = start + tl.arange(0, BLOCK)
-    x = tl.load(row_ptr + offs, mask=offs < V, other=float("-inf")).to(tl.float32)
-    if needs_sum:
-        block_max = _block_max(
-            x, start, first_ptr, lane_max_ptr, at, has_lanes, HAS_ROW, GROUP, LANES
-        )
-        is_number = (block_max > float("-inf")) & (block_max < float("inf"))
-        base = tl.where(is_number, block_max, 0.0)
-        scale = _LOG2E / temperature
-        offset = base * scale
-        weights = tl.exp2(tl.fma(x, scale, -offset))  # 0 at -inf
-        if HAS_THRESHOLDS:
-            weights = tl.where(x < threshold, 0.0, weights)
-        total = tl.sum(weights, axis=0)
-        # A maximum may pass over NaN, a sum does not.
-        tl.store(max_ptr + at, tl.where(total == total, block_max, float("inf")))
-        # exp2(...) gives back what the offset lost in rounding.
-        tl.store(sum_ptr + at, total * tl.exp2(-tl.fma(base, scale, -offset)))
-    else:
-        x = tl.where(x < float("inf"), x, float("inf"))
-        block_max = _block_max(
-            x, start, first_ptr, lane_max_ptr, at, has_lanes, HAS_ROW, GROUP, LANES
-        )
-        tl.store(max_ptr + at, block_max)
 
 
 @triton.jit

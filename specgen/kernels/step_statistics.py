@@ -9,17 +9,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specgen.kernels.block_statistics import store_block
 from specgen.kernels.lanes import LANE_GROUP, NUM_LANES, VOCAB_BLOCK
-from specgen.kernels.overlap import release, wait
-from specgen.kernels.row_statistics import store_block
+from specgen.kernels.overlap import register_options, release, wait
 from specgen.kernels.streams import GREEDY_TEMPERATURE
 
 _WARPS = NUM_LANES // 32
+_MAX_REGISTERS = 48
+"""Of a thread whose logits have 16 bits: fewer would read fewer of them at a time, and with more
+fewer programs run. Logits of 32 bits do not fit."""
 _GREEDY = tl.constexpr(GREEDY_TEMPERATURE)
 
 
 class StepStatistics(NamedTuple):
-    """What :mod:`specgen.kernels.row_statistics` says of the N (or Nd) blocks of all rows."""
+    """What :mod:`specgen.kernels.block_statistics` says of the N (or Nd) blocks of all rows."""
 
     max: Tensor
     """fp32 `[B, k+1, N]`."""
@@ -117,7 +120,7 @@ def _statistics_kernel(
                 temperature,
                 0.0,
                 True,
-                False,
+                True,
                 draft_max_ptr,
                 draft_sum_ptr,
                 None,
@@ -166,6 +169,8 @@ def step_statistics(
         draft_sum=torch.empty(draft_shape, dtype=torch.float32, device=device),
     )
     all_steps = num_steps if draft_logits is None else num_steps + k
+    element_sizes = {x.element_size() for x in (target_logits, draft_logits) if x is not None}
+    max_registers = _MAX_REGISTERS if element_sizes == {2} else None
     _statistics_kernel[(batch, all_steps, max(num_blocks, num_draft_blocks))](
         target_logits,
         target_logits.stride(0),
@@ -189,6 +194,7 @@ def step_statistics(
         GROUP=LANE_GROUP,
         LANES=NUM_LANES,
         num_warps=_WARPS,
+        **register_options(max_registers),
         **options,
     )
     return statistics

@@ -29,7 +29,7 @@ compiled: set[str] = set()
 
 
 def compile_launch(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-    names = ("num_warps", "num_stages", "launch_pdl")
+    names = ("num_warps", "num_stages", "launch_pdl", "maxnreg")
     options = {name: kwargs.pop(name) for name in names if name in kwargs}
     bound = self.signature.bind(*args, **kwargs).arguments
     signature: dict[str, str] = {}
