@@ -47,14 +47,16 @@ def _sum_block(
     start,
     V,
     scale,
-    offset,
+    base,
     threshold,
     HAS_THRESHOLDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return the sum of the weights of a block whose maximum is known."""
+    """Return the sum of ``2**((x - base) * scale)`` of a block's kept tokens."""
     x = _load_once(row_ptr, start + tl.arange(0, BLOCK), V).to(tl.float32)
-    return tl.sum(_weights(x, scale, offset, threshold, HAS_THRESHOLDS), axis=0)
+    offset = base * scale
+    total = tl.sum(_weights(x, scale, offset, threshold, HAS_THRESHOLDS), axis=0)
+    return total * tl.exp2(-tl.fma(base, scale, -offset))  # what the offset lost in rounding
 
 
 @triton.jit
@@ -69,10 +71,11 @@ def _sum_lanes(
     GROUP: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Return of every lane its maximum, the sum of its weights, and the offset that these have.
+    """Return of every lane its maximum and the sum of ``2**((x - maximum) * scale)``.
 
-    The offset is that of the lane's first group (0 where this is -inf): a thread makes the weights
-    of what it has read while it waits for the rest, and keeps logits in their own type till then.
+    The sum is +inf where it is not known. A thread makes the weights of what it has read while it
+    waits for the rest, against the maximum of the lane's first group (0 where this is -inf), and
+    keeps logits in their own type till then.
     """
     STRIDE: tl.constexpr = LANES * GROUP
     ids = start + tl.arange(0, LANES)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -80,13 +83,19 @@ def _sum_lanes(
     for i in tl.static_range(1, BLOCK // STRIDE):
         parts = _append(parts, _load_once(row_ptr, ids + i * STRIDE, V))
     largest = parts[0].to(tl.float32)
-    offset = _finite(tl.max(largest, axis=1)) * scale
+    base = _finite(tl.max(largest, axis=1))
+    offset = base * scale
     weights = _weights(largest, scale, offset[:, None], threshold, HAS_THRESHOLDS)
     for i in tl.static_range(1, BLOCK // STRIDE):
         x = parts[i].to(tl.float32)
         largest = tl.maximum(largest, x)
         weights += _weights(x, scale, offset[:, None], threshold, HAS_THRESHOLDS)
-    return tl.max(largest, axis=1), tl.sum(weights, axis=1), offset
+    lane_max = tl.max(largest, axis=1)
+    # Differences first: a product would be rounded in one place and fused in another.
+    highest = (_finite(lane_max) - base) * scale
+    is_known = (highest < _HIGHEST) & (highest > _LOWEST)
+    total = tl.sum(weights, axis=1) * tl.exp2(-highest - tl.fma(base, scale, -offset))
+    return lane_max, tl.where(is_known, total, float("inf"))
 
 
 @triton.jit
@@ -120,17 +129,14 @@ def store_block(
     scale = _LOG2E / temperature
     total = float("inf")  # not known yet
     if needs_sum & has_lanes:
-        lane_max, lane_sum, lane_offset = _sum_lanes(
+        lane_max, lane_sum = _sum_lanes(
             row_ptr, start, V, scale, threshold, HAS_THRESHOLDS, BLOCK, GROUP, LANES
         )
         block_max = tl.max(lane_max, axis=0)
-        # In two steps, neither of which loses anything that counts.
-        lane_top = _finite(lane_max) * scale
-        lane_sum *= tl.exp2(lane_offset - lane_top)
-        lane_sum *= tl.exp2(tl.minimum(lane_top - _finite(block_max) * scale, 0.0))
-        highest = lane_top - lane_offset
-        is_lost = (highest > _HIGHEST) | (highest < _LOWEST)
-        total = tl.sum(tl.where(is_lost, float("inf"), lane_sum), axis=0)
+        share = tl.exp2(tl.minimum(lane_max - _finite(block_max), 0.0) * scale)
+        # What is not known stays so, also where its share is 0.
+        lane_sum = tl.where(lane_sum == float("inf"), lane_sum, lane_sum * share)
+        total = tl.sum(lane_sum, axis=0)
     else:
         x = _load_once(row_ptr, start + tl.arange(0, BLOCK), V).to(tl.float32)
         x = tl.where(x < float("inf"), x, float("inf"))
@@ -147,12 +153,10 @@ def store_block(
             out = lane_max_ptr + at * LANES + tl.arange(0, LANES)
             tl.store(out, lane_max.to(lane_max_ptr.dtype.element_ty))
     if needs_sum:
-        base = _finite(block_max)
-        offset = base * scale
         if total == float("inf"):
-            total = _sum_block(row_ptr, start, V, scale, offset, threshold, HAS_THRESHOLDS, BLOCK)
-        # exp2(...) gives back what the offset lost in rounding.
-        tl.store(sum_ptr + at, total * tl.exp2(-tl.fma(base, scale, -offset)))
+            base = _finite(block_max)
+            total = _sum_block(row_ptr, start, V, scale, base, threshold, HAS_THRESHOLDS, BLOCK)
+        tl.store(sum_ptr + at, total)
         # A maximum may pass over NaN, a sum does not.
         block_max = tl.where(total == total, block_max, float("inf"))
     tl.store(max_ptr + at, block_max)
