@@ -42,7 +42,6 @@ from specgen.synthetic import conditional_rates
 LENGTH_AT = 3  # drafts with which a mean length is reached
 # Tokens a row that a run measures. One row yields few, with which a chooser learns little.
 OUTPUT_LEN, OUTPUT_LEN_OF_ONE_ROW = 128, 400
-WARM_UP_SECONDS = 15.0
 SLACK = 2  # no row is lucky enough to get that many times the mean
 
 
@@ -150,6 +149,14 @@ def _numbers(kind: type) -> Any:
 @click.option("--length", "lengths", default="1,1.5,2.5", callback=_numbers(float))
 @click.option("--max-k", default=5)
 @click.option("--input-len", default=64)
+@click.option(
+    "--warm-up",
+    "warm_up_seconds",
+    type=float,
+    default=None,
+    help="Seconds of work before, until a GPU is as warm, and as slow, as it will be (0 on a CPU).",
+    show_default="15",
+)
 @click.option("--output-dir", type=click.Path(path_type=Path), default=None)
 @click.option("--name", default="auto_length")
 def main(
@@ -158,6 +165,7 @@ def main(
     lengths: list[float],
     max_k: int,
     input_len: int,
+    warm_up_seconds: float | None,
     output_dir: Path | None,
     name: str,
 ) -> None:
@@ -187,7 +195,10 @@ def main(
             ),
             input_len,
         )
-        warm_up(bench, max(batches), max_k)
+        bench.set_rates(rates_of(lengths[0], max_k))
+        if warm_up_seconds is None:
+            warm_up_seconds = 15.0 if torch.cuda.is_available() else 0.0
+        warm_up(bench, max(batches), max_k, warm_up_seconds)
         results = []
         for batch in batches:
             for length in lengths:
@@ -225,9 +236,9 @@ def output_len_of(batch: int) -> int:
     return OUTPUT_LEN_OF_ONE_ROW if batch == 1 else OUTPUT_LEN
 
 
-def warm_up(bench: Bench, batch: int, max_k: int) -> None:
-    """Work until a GPU is as warm, and as slow, as it will be; on a CPU there is no need."""
-    until = time.perf_counter() + (WARM_UP_SECONDS if torch.cuda.is_available() else 0.0)
+def warm_up(bench: Bench, batch: int, max_k: int, seconds: float) -> None:
+    """Work for so long."""
+    until = time.perf_counter() + seconds
     while time.perf_counter() < until:
         bench.run(batch, FixedDraftLength(max_k))
 
