@@ -12,6 +12,7 @@ a draft that is to be judged, so it leaves the distribution of tokens as it is.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
@@ -27,11 +28,15 @@ __all__ = [
 ]
 
 # A longer k must promise this much more than the present one, or it would come and go with the luck
-# of drafts; and the first step with more drafts than the one before it has fewer to judge.
-_MARGIN = 1.01
-# And it must be so much better than a shorter one. With drafts that are never accepted any length
-# seems as good as k = 0 if that was never timed.
-_WORTH = 1.005
+# of drafts. A shorter one need not: with drafts that are never accepted any length seems as good as
+# k = 0 if that was never timed.
+_MARGIN = 0.01
+# The first step with more drafts than the one before it has fewer to judge, so a change there and
+# back costs a part of a step. Within so many steps it must pay.
+_PAYS_WITHIN = 24
+# A length is left after so many steps at the earliest, so that one that waited for the host is not
+# all that is known of it. (The last has not been seen then, and the first may have had no time.)
+_FEWEST_STEPS = 4
 # Until drafts were judged: what heads usually reach, with the weight of so many drafts. Of one row
 # each step judges one, and a useless head is to be found out within some twenty steps.
 _PRIOR_RATE, _PRIOR_WEIGHT = 0.7, 6.0
@@ -60,23 +65,27 @@ def expected_tokens(acceptance: Sequence[float], k: int) -> float:
 def best_draft_length(
     step_seconds: Sequence[float], acceptance: Sequence[float], current: int | None = None
 ) -> int:
-    """The k with the most tokens a second; of those as good within :data:`_MARGIN` the one in use,
-    or the shortest.
+    """The k with the most tokens a second if that is worth leaving the one in use; without one the
+    shortest of those as good within :data:`_MARGIN`.
 
     Args:
         step_seconds: of a step with 0, 1, ... drafts; at least one.
         acceptance: as of :func:`expected_tokens`, one less or more.
         current: the k in use, if any.
     """
+    tokens = [expected_tokens(acceptance, k) for k in range(len(step_seconds))]
+    rates = [gained / seconds for gained, seconds in zip(tokens, step_seconds, strict=True)]
+    if current is None or current >= len(rates) or not rates[current]:
+        return next(k for k in range(len(rates)) if (1 + _MARGIN) * rates[k] >= max(rates))
 
-    def rate(k: int) -> float:
-        return expected_tokens(acceptance, k) / step_seconds[k]
+    def gain(k: int) -> float:
+        """What a change gives beyond what it must."""
+        less, more = sorted((tokens[k], tokens[current]))
+        cost = (1 - less / more) / _PAYS_WITHIN
+        return rates[k] / rates[current] - 1 - max(cost, _MARGIN if k > current else 0.0)
 
-    rates = list(map(rate, range(len(step_seconds))))
-    most = max(rates)
-    if current is not None and current < len(rates) and _MARGIN * rates[current] >= most:
-        return next(k for k in range(len(rates)) if _WORTH * rates[k] >= rates[current])
-    return next(k for k in range(len(rates)) if _MARGIN * rates[k] >= most)
+    best = max(range(len(rates)), key=gain)
+    return best if gain(best) >= 0 else current
 
 
 class DraftLength(Protocol):
@@ -129,6 +138,7 @@ class AutoDraftLength:
         self._times = StepTimes(max_k, max_num_rows, measure)
         self._acceptance = _Acceptance(max_k)
         self._current: int | None = None
+        self._num_steps = 0  # with the present k, one after the other
         self._num_plain_steps = 0
 
     def choose(self, num_rows: int, limit: int) -> int:
@@ -137,7 +147,10 @@ class AutoDraftLength:
         if limit == 0:
             return 0
         seconds = self._times.of(num_rows)[: limit + 1]
-        k = best_draft_length(seconds, self._acceptance.rates(), self._current)
+        k = self._current
+        if k is None or k > limit or seconds[k] == math.inf or self._num_steps >= _FEWEST_STEPS:
+            k = best_draft_length(seconds, self._acceptance.rates(), k)
+        self._num_steps = self._num_steps + 1 if k == self._current else 1
         self._current = k
         if k > 0:
             self._num_plain_steps = 0

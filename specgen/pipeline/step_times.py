@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -19,11 +20,15 @@ _COMMON, _SLOWDOWN, _SPECIAL = 0.3, 0.2, 0.03
 # How far the first and the last of them move from step to step, as contexts and clocks do.
 _COMMON_DRIFT, _SPECIAL_DRIFT = 3e-3, 1e-3
 # How well one step tells, in shares of its own time, at best: beside other work a machine's steps
-# differ more, by what the last ones differed from what was expected.
-_NOISE, _NOISE_FOLLOWS = 0.02, 1 / 32
+# differ more. A third of them is to be beyond one deviation of what was expected; the variance
+# grows and shrinks by so much, as a logarithm, until that is so.
+_NOISE, _NOISE_FOLLOWS, _BEYOND = 0.02, 1 / 12, 0.32
 # A step may be off by so many deviations. One that is off by more, which may have waited for the
 # host or for a graph, is believed to be off by these, and makes what is common the less sure.
 _LARGEST_SURPRISE, _DOUBT = 3.0, 0.03
+# Of the first steps with a k only the middle one counts: one that waited would be believed, since
+# nothing else is known.
+_FIRST_STEPS = 3
 # The least that a step takes, in inert ones.
 _LEAST = 0.5
 # What is not known is thought to be so many deviations better: then it will be tried.
@@ -112,6 +117,7 @@ class _Beyond:
         self._noise = _NOISE**2
         self._drift = _COMMON_DRIFT**2 + _SPECIAL_DRIFT**2 * np.eye(len(ratio))
         self._mean = np.zeros(len(ratio))
+        self._first: list[list[float]] = [[] for _ in ratio]
         self._covariance = (
             _COMMON**2 + _SLOWDOWN**2 * np.outer(ratio, ratio) + np.diag((_SPECIAL * ratio) ** 2)
         )
@@ -123,16 +129,25 @@ class _Beyond:
 
     def learn(self, k: int, seconds: float, num_rows: int) -> None:
         """A step with k drafts took so many seconds beyond an inert one."""
+        beyond = seconds / (self._scale * num_rows)
+        first = self._first[k]
+        if len(first) < _FIRST_STEPS:
+            first.append(beyond)
+            if len(first) < _FIRST_STEPS:
+                return
+            beyond = statistics.median(first)
         self._covariance = self._covariance + self._drift
         column = self._covariance[:, k]
         ratio = float(self._ratio[k])
         variance = float(column[k]) + self._noise * ratio**2
-        surprise = seconds / (self._scale * num_rows) - float(self._mean[k])
+        surprise = beyond - float(self._mean[k])
         most = _LARGEST_SURPRISE * math.sqrt(variance)
         believed = max(-most, min(surprise, most))
         self._mean = self._mean + column * (believed / variance)
-        noise = (believed**2 - float(column[k])) / ratio**2  # what doubt does not explain
-        self._noise += _NOISE_FOLLOWS * (max(noise, _NOISE**2) - self._noise)
+        # Counted, not squared: a few steps that waited would make all the others untrustworthy.
+        is_beyond = surprise**2 > variance
+        self._noise *= math.exp(_NOISE_FOLLOWS * (is_beyond - _BEYOND))
+        self._noise = max(self._noise, _NOISE**2)
         if abs(surprise) <= most:
             self._covariance = self._covariance - np.outer(column, column) / variance
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -50,8 +51,15 @@ def test_the_present_length_stays_unless_a_longer_one_is_better_by_more_than_the
     assert best_draft_length(seconds, [0.105], 0) == 0, "better by half a hundredth"
     assert best_draft_length(seconds, [0.12], 0) == 1, "by two"
     assert best_draft_length(seconds, [0.109], 1) == 1
-    assert best_draft_length(seconds, [0.103], 1) == 0, "a shorter one as good is taken"
     assert best_draft_length(seconds, [0.12], 5) == 1, "a k that is out of reach now"
+    assert best_draft_length([1.0, float("inf")], [0.9], 1) == 0, "or does not fit the memory"
+
+
+def test_a_change_must_pay_for_the_way_back() -> None:
+    """The first step with a draft judges none: here it takes 1.7 steps and yields one token."""
+    assert best_draft_length([0.985, 1.7], [0.7], 1) == 1, "better by one and a half hundredths"
+    assert best_draft_length([0.96, 1.7], [0.7], 1) == 0, "by four"
+    assert best_draft_length([1.0, 1.0], [0.0], 1) == 0, "a useless draft is no loss"
 
 
 def test_of_lengths_nearly_as_good_the_shortest_is_taken_at_first() -> None:
@@ -219,6 +227,24 @@ def test_however_wrong_the_inert_times_the_best_length_is_found(
         world.step(auto, 32, seen_ms=500.0)
     world.speed(auto, 32, 300)
     assert world.speed(auto, 32, 300) > 0.985
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("waited", [1.0, 1.5])
+def test_lengths_nearly_as_good_do_not_take_turns(waited: float, seed: int) -> None:
+    """256 rows: k = 1 is better than 0 by 2 %, and a step on the way to it costs as much as ten."""
+    world = OtherTimes(
+        [8.9, 14.6, 20.4, 27.2, 33.8], [9.3, 15.4, 22.2, 28.4, 35.6], [0.693] * 4, seed
+    )
+    auto = AutoDraftLength(4, 256, world.measure)
+    first = auto.choose(256, 4)
+    auto.observe([], 256, first, waited * world.real_ms(256, first) / 1e3)
+    for _ in range(50):
+        world.step(auto, 256)
+    speed = world.speed(auto, 256, 400)
+    chosen = [world.step(auto, 256) for _ in range(400)]
+    assert sum(a != b for a, b in itertools.pairwise(chosen)) <= 16
+    assert speed > 0.98, "always k = 0 would be 0.978"
 
 
 def test_a_position_with_an_unlucky_start_is_tried_again() -> None:

@@ -64,6 +64,25 @@ def test_one_step_that_waited_changes_little_and_nothing_becomes_surer_by_it() -
     assert known.of(64) == pytest.approx(before, rel=0.02)
 
 
+@pytest.mark.parametrize("waited", range(3))
+def test_one_of_the_first_steps_that_waited_is_not_believed(waited: int) -> None:
+    """Nothing else is known of the length yet."""
+    known = times()
+    for i in range(3):
+        known.correct(64, 1, 50.0 if i == waited else 5.0)
+    assert known.of(64)[1] == pytest.approx(5.0, rel=0.05)
+
+
+@pytest.mark.parametrize("noise", [0.005, 0.03, 0.15])
+def test_it_is_surer_the_less_steps_differ(noise: float) -> None:
+    known, rng = times(), random.Random(0)
+    for i in range(400):
+        waited = 1.5 if i % 20 == 0 else 1.0
+        known.correct(64, 1, waited * 5.0 * rng.gauss(1.0, noise))
+    found = known._beyond[64]._noise ** 0.5
+    assert max(0.015, 0.7 * noise) < found < max(0.025, 1.5 * noise)
+
+
 def test_times_that_rise_for_good_are_believed_soon() -> None:
     known = times()
     for _ in range(100):
