@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -28,8 +26,9 @@ from specgen.commands.flags import (
     with_options,
 )
 from specgen.commands.run_options import RunOptions, sampling_of
-from specgen.config import EngineConfig
-from specgen.errors import ExitCode, OutputError, SpecgenError, UsageError
+from specgen.commands.run_summary import check_summary, write_summary
+from specgen.commands.run_warnings import warn_after, warn_before
+from specgen.errors import ExitCode, SpecgenError, UsageError
 from specgen.interrupts import Interrupts, StopRun
 from specgen.wording import counted, legible
 
@@ -101,7 +100,7 @@ def _run_job(options: RunOptions, interrupts: Interrupts, display: Display) -> i
     from specgen.request_io.writer import StreamWriter
 
     check_inputs(options.inputs)
-    _check_summary(options)
+    check_summary(options)
     try:
         writer = _open_writer(options, display)
     except OutputComplete as complete:
@@ -209,15 +208,7 @@ def _drive(options: RunOptions, job: Job) -> None:
     engine, sampling = _load(options)
     settings = _settings(options, engine, sampling)
     job.display.start(settings, total)
-    if options.config.rejection_sample == "synthetic":
-        job.display.warn("--rejection-sample synthetic: the output does not follow the target")
-    if options.config.load_format == "dummy":
-        job.display.warn("--load-format dummy: the weights are random, and so is the text")
-    _warn_of_idle_flags(options, settings, job.display)
-    _warn_of_ignored(settings["generation_config_ignored"], job.display)
-    for warning in settings.get("model_warnings", ()):
-        job.display.warn(warning)
-    _warn_of_template(settings, job.display)
+    warn_before(options.config, settings, job.display)
     read = replace(options.read, sampling=sampling)
     if _are_files(options.inputs):
         job.run(engine, read_rows(options.inputs, read, job.writer.keep))
@@ -226,25 +217,14 @@ def _drive(options: RunOptions, job: Job) -> None:
         job.run(engine, read_rows(options.inputs, read, job.writer.keep, lines), lines.ready)
     seconds = job.stats.elapsed()
     job.display.close()
-    for path in state.check():
-        job.display.warn(
-            f"{path}: was changed during the run, its rows are of what was read",
-            "--retry-errors runs rows of lines that differ now",
-        )
-    if engine.num_memory_faults:
-        job.display.warn(
-            f"memory ran out in {engine.num_memory_faults:,} steps, done again with fewer rows",
-            "give a smaller --max-num-seqs or --max-num-batched-tokens",
-        )
-    if not job.num_rows:
-        job.display.warn("the input holds no rows")
+    warn_after(state.check(), engine.num_memory_faults, job.num_rows, job.display)
     whole = job.whole_output()
     with job.interrupts.held():
         summary = job.stats.summary(seconds, whole)
         meta = _meta(options, job, settings, started, summary)
         job.writer.finish(job.num_rows, meta)
         job.complete = True
-        _write_summary(options, summary, complete=True)
+        write_summary(options, summary, complete=True)
         job.display.summary(job.stats, seconds, whole)
 
 
@@ -340,33 +320,6 @@ def _settings(options: RunOptions, engine: Engine, sampling: SamplingParams) -> 
     }
 
 
-def _warn_of_idle_flags(options: RunOptions, settings: Mapping[str, Any], display: Display) -> None:
-    usual = EngineConfig.gpu_memory_utilization
-    if settings.get("device") == "cpu" and options.config.gpu_memory_utilization != usual:
-        display.warn(
-            "--gpu-memory-utilization means nothing on a CPU",
-            "--max-num-seqs and --max-num-batched-tokens bound the memory",
-        )
-
-
-def _warn_of_ignored(keys: dict[str, Any], display: Display) -> None:
-    """A model's own sampling that is not applied changes its text: say so."""
-    if keys:
-        listed = ", ".join(f"{key} {value}" for key, value in keys.items())
-        display.warn(
-            f"the model's generation_config.json asks for {listed}: not applied",
-            "--generation-config none leaves all of its sampling out, and heeds its "
-            "end-of-sequence ids alone",
-        )
-
-
-def _warn_of_template(settings: dict[str, Any], display: Display) -> None:
-    """Say before the first row what will become of `messages` that nothing can render."""
-    if (fault := settings.get("chat_template_fault")) is not None:
-        hint = 'rows with "messages" will fail: give --chat-template'
-        display.warn(f"the model's chat template is not a Jinja template: {fault}", hint)
-
-
 def _first_messages(options: RunOptions) -> str | None:
     """`FILE:LINE` of an input file's first row if that is a chat; None if no file begins so.
 
@@ -419,53 +372,6 @@ def _meta(
     }
 
 
-def _check_summary(options: RunOptions) -> None:
-    """Find out now, not after hours, that the summary cannot be written."""
-    if options.summary is None:
-        return
-    if options.summary == "-":
-        raise UsageError(
-            "--summary -: must be a file", "--progress json reports the figures on standard error"
-        )
-    path = Path(options.summary)
-    _check_summary_apart(options, options.summary)
-    try:
-        existed = path.exists()
-        with open(path, "a", encoding="utf-8"):
-            pass
-        if not existed:
-            path.unlink()
-    except OSError as error:
-        raise OutputError(f"--summary {path}: cannot be written: {error.strerror}") from error
-
-
-def _check_summary_apart(options: RunOptions, summary: str) -> None:
-    """Refuse a summary that would be written over an input, the output or a file beside it."""
-    from specgen.request_io.place import is_written_for
-
-    apart = not any(os.path.realpath(path) == os.path.realpath(summary) for path in options.inputs)
-    if apart and options.output not in (None, "-"):
-        assert options.output is not None
-        apart = not is_written_for(summary, Path(os.path.realpath(options.output)))
-    if not apart:
-        raise UsageError(
-            f"--summary {summary}: is an input or the output of this run, or a file beside it",
-            "choose another name",
-        )
-
-
-def _write_summary(options: RunOptions, summary: dict[str, Any], *, complete: bool) -> None:
-    if options.summary is None:
-        return
-    content = {"complete": complete, **summary}
-    try:
-        with open(options.summary, "w", encoding="utf-8") as file:
-            json.dump(content, file, indent=2)
-            file.write("\n")
-    except OSError as error:
-        raise OutputError(f"{options.summary}: cannot be written: {error.strerror}") from error
-
-
 def _stopped(options: RunOptions, job: Job, stop: StopRun) -> None:
     """Last words of a run that was asked to stop."""
     if job.complete:
@@ -474,7 +380,7 @@ def _stopped(options: RunOptions, job: Job, stop: StopRun) -> None:
     if job.stats.rows_done:
         job.display.summary(job.stats, job.stats.elapsed())
     try:
-        _write_summary(options, job.stats.summary(), complete=False)
+        write_summary(options, job.stats.summary(), complete=False)
     except SpecgenError as error:
         job.display.warn(str(error))
     job.display.note(_reason(stop))
