@@ -69,6 +69,8 @@ def output_tables(stats: OutputStats, console: Console) -> list[RenderableType]:
 
 def _rows(stats: RunStats) -> list[tuple[str, str]]:
     rows = [("rows ok", f"{stats.rows_ok:,}"), ("rows failed", f"{stats.rows_failed:,}")]
+    if stats.rows_truncated:
+        rows.append(("prompts cut at the left", f"{stats.rows_truncated:,}"))
     if stats.rows_kept:
         rows.append(("rows of earlier runs", f"{stats.rows_kept:,}"))
     return rows

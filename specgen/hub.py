@@ -11,6 +11,7 @@ from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
 
+from specgen.bench.presets import PRESETS
 from specgen.errors import ModelError
 
 __all__ = ["fetch_headers", "is_hub_id", "locate"]
@@ -51,9 +52,10 @@ def locate(
     if Path(name).is_dir():
         return name
     if not is_hub_id(name):
-        raise ModelError(
-            f"{name}: no such model directory", "give a directory with config.json, or a hub id"
-        )
+        hint = "give a directory with config.json, or a hub id"
+        if name in PRESETS:
+            hint += " (shapes without weights under this name are for specgen bench alone)"
+        raise ModelError(f"{name}: no such model directory", hint)
     texts = [*_TEXTS, *_CODE] if with_code else _TEXTS
     if not with_weights:
         return _snapshot(name, revision, texts, is_enough=_has_texts)

@@ -124,9 +124,11 @@ def add_record(run: RunStats, record: Mapping[str, Any]) -> RowAccounts | None:
     body = record if "choices" in record else record["response"]["body"]
     usage = body["usage"]
     prompt_tokens, tokens = int(usage["prompt_tokens"]), int(usage["completion_tokens"])
-    spec = SpeculationStats.from_dict(body["metrics"]["speculative_decoding"])
+    metrics = body["metrics"]
+    spec = SpeculationStats.from_dict(metrics["speculative_decoding"])
     reasons = [str(choice["finish_reason"]) for choice in body["choices"]]
-    run.add_row(prompt_tokens, tokens, reasons, spec)
+    truncated = bool(metrics.get("prompt_truncated", False))
+    run.add_row(prompt_tokens, tokens, reasons, spec, prompt_truncated=truncated)
     return RowAccounts(tokens, reasons, spec)
 
 

@@ -254,6 +254,7 @@ class RunStats:
         self.started = time.perf_counter()
         self.rows_ok = 0
         self.rows_failed = 0
+        self.rows_truncated = 0  # of those ok: their prompts lost their beginnings
         self.rows_kept = 0
         self.rows_kept_failed = 0
         self.prompt_tokens = 0
@@ -294,6 +295,7 @@ class RunStats:
             sum(len(choice.token_ids) for choice in output.choices),
             [choice.finish_reason for choice in output.choices],
             output.stats,
+            prompt_truncated=output.prompt_truncated,
         )
 
     def add_failed(self, code: str) -> None:
@@ -314,9 +316,12 @@ class RunStats:
         completion_tokens: int,
         finish_reasons: Sequence[str],
         spec: SpeculationStats,
+        *,
+        prompt_truncated: bool = False,
     ) -> None:
         """Count one row that is ok; `finish_reasons` has one for each choice."""
         self.rows_ok += 1
+        self.rows_truncated += prompt_truncated
         self.prompt_tokens += prompt_tokens
         self.completion_tokens += completion_tokens
         self.num_choices += len(finish_reasons)
@@ -375,6 +380,7 @@ class RunStats:
                 "done": self.rows_done,
                 "ok": self.rows_ok,
                 "failed": self.rows_failed,
+                "truncated": self.rows_truncated,
                 "kept": self.rows_kept,
                 "errors": dict(sorted(self.error_codes.items())),
             },

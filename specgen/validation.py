@@ -58,7 +58,7 @@ def load_checks(
     Raises:
         ModelError: no usable model configuration or tokenizer, or no template for the flag.
     """
-    from specgen.pipeline.prompt_checks import prompt_ids
+    from specgen.pipeline.prompt_checks import fitted_prompt
     from specgen.pipeline.tokenization import Tokenizer
     from specgen.resolve import resolve
 
@@ -73,7 +73,7 @@ def load_checks(
     )
 
     def check(row: PromptRow) -> int:
-        return len(prompt_ids(row, tokenizer, resolved))
+        return len(fitted_prompt(row, tokenizer, resolved).token_ids)
 
     return check
 

@@ -110,7 +110,7 @@ def test_output_file(invoke: Invoke, tmp_path: Path) -> None:
     summary = json.loads((tmp_path / "sum.json").read_text())
     assert summary["complete"] is True
     assert summary["rows"] == {
-        "done": 6, "ok": 4, "failed": 2, "kept": 0, "errors": {"invalid_value": 2},
+        "done": 6, "ok": 4, "failed": 2, "truncated": 0, "kept": 0, "errors": {"invalid_value": 2},
     }  # fmt: skip
     assert summary["speculative_decoding"]["acceptance_histogram"] == [0, 0, 6, 0]
     meta = json.loads((tmp_path / "out.jsonl.meta.json").read_text())

@@ -99,8 +99,12 @@ def test_what_is_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     (tmp_path / "org" / "model").mkdir(parents=True)
     assert not is_hub_id("org/model")
     assert locate("org/model") == "org/model"
-    with pytest.raises(ModelError, match="no such model directory"):
+    with pytest.raises(ModelError, match="no such model directory") as found:
         locate("model")
+    assert "specgen bench" not in found.value.hint
+    with pytest.raises(ModelError, match="no such model directory") as found:
+        locate("llama-3.1-8b")
+    assert "for specgen bench alone" in found.value.hint
 
 
 def test_what_is_fetched_and_what_is_said(hub: FakeHub, tmp_path: Path) -> None:

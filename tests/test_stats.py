@@ -170,7 +170,7 @@ def test_run_weighs_per_token_and_per_request() -> None:
     run.add(output(error=RequestError("invalid_value", "no", 3)))
     out = run.summary(2.0)
     assert out["rows"] == {
-        "done": 4, "ok": 3, "failed": 1, "kept": 0, "errors": {"invalid_value": 1},
+        "done": 4, "ok": 3, "failed": 1, "truncated": 0, "kept": 0, "errors": {"invalid_value": 1},
     }  # fmt: skip
     assert out["usage"] == {"prompt_tokens": 6, "completion_tokens": 18, "total_tokens": 24}
     assert out["completion_tokens_per_s"] == 9.0

@@ -217,7 +217,7 @@ def _drive(options: RunOptions, job: Job) -> None:
         job.run(engine, read_rows(options.inputs, read, job.writer.keep, lines), lines.ready)
     seconds = job.stats.elapsed()
     job.display.close()
-    warn_after(state.check(), engine.num_memory_faults, job.num_rows, job.display)
+    warn_after(state.check(), engine.num_memory_faults, job, job.display)
     whole = job.whole_output()
     with job.interrupts.held():
         summary = job.stats.summary(seconds, whole)

@@ -6,9 +6,11 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from specgen.config import EngineConfig
+from specgen.wording import counted
 
 if TYPE_CHECKING:
     from specgen.display import Display
+    from specgen.job import Job
 
 
 def warn_before(config: EngineConfig, settings: Mapping[str, Any], display: Display) -> None:
@@ -25,9 +27,12 @@ def warn_before(config: EngineConfig, settings: Mapping[str, Any], display: Disp
 
 
 def warn_after(
-    changed_inputs: Iterable[str], num_memory_faults: int, num_rows: int, display: Display
+    changed_inputs: Iterable[str], num_memory_faults: int, job: Job, display: Display
 ) -> None:
     """Say what happened during the run."""
+    if job.stats.rows_truncated:
+        cut = counted(job.stats.rows_truncated, "prompt")
+        display.note(f"{cut} cut at the left (metrics.prompt_truncated of their rows)")
     for path in changed_inputs:
         display.warn(
             f"{path}: was changed during the run, its rows are of what was read",
@@ -38,7 +43,7 @@ def warn_after(
             f"memory ran out in {num_memory_faults:,} steps, done again with fewer rows",
             "give a smaller --max-num-seqs or --max-num-batched-tokens",
         )
-    if not num_rows:
+    if not job.num_rows:
         display.warn("the input holds no rows")
 
 

@@ -18,7 +18,7 @@ from specgen.pipeline.detokenizer import StopStringWatcher, detokenize
 from specgen.pipeline.in_flight import ReadStep
 from specgen.pipeline.input_batch import build_prefill_batch
 from specgen.pipeline.loading import build_pipeline
-from specgen.pipeline.prompt_checks import prompt_ids
+from specgen.pipeline.prompt_checks import fitted_prompt
 from specgen.pipeline.request import (
     ChoiceOutput,
     PromptRow,
@@ -359,13 +359,14 @@ class Engine:
             prompt_token_ids=request.prompt_token_ids,
             choices=() if error is not None else tuple(map(_choice, group)),
             error=error,
+            prompt_truncated=request.prompt_truncated,
         )
 
     # -- from rows to requests ------------------------------------------------------------------
 
     def _requests(self, row: PromptRow) -> list[Request]:
         config, sampling = self.config, row.sampling
-        token_ids = prompt_ids(row, self._tokenizer, config)
+        token_ids, truncated = fitted_prompt(row, self._tokenizer, config)
         k = config.num_speculative_tokens
         if sampling.num_speculative_tokens is not None:
             if sampling.num_speculative_tokens > k > 0:
@@ -389,6 +390,7 @@ class Engine:
             stop_token_ids=tuple(dict.fromkeys((*stop_ids, *sampling.stop_token_ids))),
             stats=SpeculationStats(k, faithful=config.synthetic_rates is None),
             prefix_keys=prefix_keys(token_ids, config.block_size) if config.prefix_caching else (),
+            prompt_truncated=truncated,
         )
         if self._scheduler.max_blocks_of(first) > self._scheduler.blocks.num_blocks:
             raise RequestError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from specgen.config import ResolvedConfig
 from specgen.errors import RequestError
@@ -11,27 +11,32 @@ from specgen.pipeline.request import PromptRow
 if TYPE_CHECKING:
     from specgen.pipeline.tokenization import NoTokenizer, Tokenizer
 
-__all__ = ["check_stop_ids", "check_token_ids", "fit_prompt", "prompt_ids"]
+__all__ = ["FittedPrompt", "check_stop_ids", "check_token_ids", "fit_prompt", "fitted_prompt"]
 
 
-def prompt_ids(
+class FittedPrompt(NamedTuple):
+    """What a row's prompt runs as."""
+
+    token_ids: tuple[int, ...]
+    truncated: bool
+    """Whether its beginning was cut off."""
+
+
+def fitted_prompt(
     row: PromptRow, tokenizer: Tokenizer | NoTokenizer, config: ResolvedConfig
-) -> tuple[int, ...]:
+) -> FittedPrompt:
     """The tokens that a row's prompt runs with.
 
     Raises:
         RequestError: the model cannot run them.
     """
     cut = config.overlong == "truncate-left"
-    token_ids = fit_prompt(
-        row,
-        tokenizer.encode(row, limit=config.max_model_len - 1, cut=cut),
-        max_model_len=config.max_model_len,
-        overlong=config.overlong,
-    )
+    # A text that was cut before it was tokenised still has more tokens than fit.
+    given = tokenizer.encode(row, limit=config.max_model_len - 1, cut=cut)
+    token_ids = fit_prompt(row, given, max_model_len=config.max_model_len, overlong=config.overlong)
     check_token_ids(row, token_ids, vocab_size=config.vocab_size)
     check_stop_ids(row, vocab_size=config.vocab_size)
-    return token_ids
+    return FittedPrompt(token_ids, len(token_ids) < len(given))
 
 
 def fit_prompt(

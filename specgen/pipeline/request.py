@@ -66,12 +66,16 @@ class ChoiceOutput:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A finished row: its choices in order, or the error that ended it."""
+    """A finished row: its choices in order, or the error that ended it.
+
+    ``prompt_truncated`` says that the prompt's beginning was cut off.
+    """
 
     row: PromptRow
     prompt_token_ids: tuple[int, ...]
     choices: tuple[ChoiceOutput, ...]
     error: RequestError | None = None
+    prompt_truncated: bool = False
 
     @property
     def stats(self) -> SpeculationStats:
@@ -90,6 +94,7 @@ class Request:
         num_speculative_tokens: The row's own k; 0 switches its draft off.
         stop_token_ids: All ids that end it, end-of-sequence included.
         prefix_keys: Keys under which the blocks of the prompt are shared; none shares nothing.
+        prompt_truncated: Whether the prompt's beginning was cut off.
         slot: Device row while admitted, else ``None``.
         num_computed_tokens: Tokens whose target cache entries exist, while prefilling.
         num_pending_steps: Steps under way that add a token or more to it, unless it has ended.
@@ -106,6 +111,7 @@ class Request:
     stop_token_ids: tuple[int, ...]
     stats: SpeculationStats
     prefix_keys: tuple[bytes, ...] = ()
+    prompt_truncated: bool = False
     output_token_ids: list[int] = field(default_factory=list)
     slot: int | None = None
     block_ids: list[int] = field(default_factory=list)

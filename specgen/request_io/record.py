@@ -81,14 +81,15 @@ def metrics(choice: ChoiceOutput) -> dict[str, Any]:
 
 
 def row_metrics(output: RequestOutput) -> dict[str, Any]:
-    """The `metrics` object of a row: the sums over its choices.
+    """The `metrics` object of a row: the sums over its choices, and whether its prompt was cut.
 
     Raises:
         AssertionError: the accounts of a choice do not explain its tokens.
     """
     for choice in output.choices:
         choice.stats.check(len(choice.token_ids))
-    return {"speculative_decoding": output.stats.to_dict()}
+    cut = {"prompt_truncated": True} if output.prompt_truncated else {}
+    return {"speculative_decoding": output.stats.to_dict(), **cut}
 
 
 def error_object(output: RequestOutput) -> dict[str, Any]:

@@ -184,11 +184,24 @@ def test_a_share_of_a_gpu_means_nothing_on_a_cpu(
     assert ("--gpu-memory-utilization means nothing on a CPU" in result.stderr) is warned
 
 
-def test_overlong_prompts_are_cut_at_the_left_on_request(run: Run) -> None:
-    assert run("-o", "out", "--overlong", "truncate-left").exit_code == 3
-    record = read("out")[8]
-    assert record["status"] == "ok"
-    assert record["usage"]["total_tokens"] <= 256
+@pytest.mark.parametrize("form", ["flat", "openai"])
+def test_overlong_prompts_are_cut_at_the_left_on_request_and_their_rows_say_so(
+    run: Run, form: str
+) -> None:
+    flags = ["--overlong", "truncate-left", "--format", form, "--summary", "summary.json"]
+    result = run("-o", "out", *flags)
+    assert result.exit_code == 3
+    bodies = {
+        line["index"]: line if form == "flat" else line["response"]["body"]
+        for line in read("out")
+        if line["status"] == "ok"
+    }
+    assert bodies[8]["usage"]["total_tokens"] <= 256
+    assert [i for i, body in bodies.items() if body["metrics"].get("prompt_truncated")] == [8]
+    assert "1 prompt cut at the left" in result.stderr
+    counted = json.loads(CliRunner().invoke(cli, ["stats", "out", "--json"]).stdout)["rows"]
+    summary = json.loads(Path("summary.json").read_text())["rows"]
+    assert summary["truncated"] == counted["truncated"] == 1
 
 
 PROBLEMS = [
