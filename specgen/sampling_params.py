@@ -122,7 +122,8 @@ class SamplingParams:
                             'only "speculative.num_speculative_tokens" is'
                         )
                     if count is not None:
-                        given["num_speculative_tokens"] = count
+                        _integer(f"speculative.{inner}", count, 0, _INT32_MAX)
+                        given[inner] = count
                 continue
             name = "max_tokens" if key == "max_completion_tokens" else key
             if name == "max_tokens" and given.get(name, value) != value:

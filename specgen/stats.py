@@ -255,6 +255,7 @@ class RunStats:
         self.rows_ok = 0
         self.rows_failed = 0
         self.rows_truncated = 0  # of those ok: their prompts lost their beginnings
+        self.least_prompt_left = 0  # tokens that the most cut of them has
         self.rows_kept = 0
         self.rows_kept_failed = 0
         self.prompt_tokens = 0
@@ -321,7 +322,10 @@ class RunStats:
     ) -> None:
         """Count one row that is ok; `finish_reasons` has one for each choice."""
         self.rows_ok += 1
-        self.rows_truncated += prompt_truncated
+        if prompt_truncated:
+            least = self.least_prompt_left if self.rows_truncated else prompt_tokens
+            self.least_prompt_left = min(least, prompt_tokens)
+            self.rows_truncated += 1
         self.prompt_tokens += prompt_tokens
         self.completion_tokens += completion_tokens
         self.num_choices += len(finish_reasons)

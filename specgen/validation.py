@@ -8,7 +8,7 @@ import json
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,6 +18,9 @@ from specgen.pipeline.request import PromptRow, RequestOutput
 from specgen.request_io.reader import ReadOptions, parse_line
 from specgen.request_io.source import read_lines
 from specgen.wording import printable
+
+if TYPE_CHECKING:
+    from specgen.pipeline.prompt_checks import FittedPrompt
 
 __all__ = ["Finding", "Validator", "load_checks"]
 
@@ -48,8 +51,8 @@ class Finding:
 
 def load_checks(
     config: EngineConfig, template_flag: str | None = None
-) -> Callable[[PromptRow], int]:
-    """What the engine would check of a row: returns its prompt's tokens, or raises `RequestError`.
+) -> Callable[[PromptRow], FittedPrompt]:
+    """What the engine would check of a row: returns its prompt, or raises `RequestError`.
 
     Args:
         config: what model, and how its prompts are made.
@@ -72,8 +75,8 @@ def load_checks(
         template_flag, "give one with --chat-template, or leave the flag out"
     )
 
-    def check(row: PromptRow) -> int:
-        return len(fitted_prompt(row, tokenizer, resolved).token_ids)
+    def check(row: PromptRow) -> FittedPrompt:
+        return fitted_prompt(row, tokenizer, resolved)
 
     return check
 
@@ -82,10 +85,10 @@ class Validator:
     """Looks at every line once; keeps 20 bytes of it, to find those that are equal.
 
     Args:
-        check: returns the tokens of a row's prompt, or raises `RequestError`.
+        check: returns a row's prompt, or raises `RequestError`.
     """
 
-    def __init__(self, check: Callable[[PromptRow], int]) -> None:
+    def __init__(self, check: Callable[[PromptRow], FittedPrompt]) -> None:
         self._check = check
         self._digests = array("Q")
         self._ids = array("Q")
@@ -97,6 +100,7 @@ class Validator:
         self.num_equal_lines = 0
         self.num_prompt_tokens = 0
         self.longest_prompt = 0
+        self.num_truncated = 0
 
     @property
     def num_problems(self) -> int:
@@ -132,11 +136,12 @@ class Validator:
 
     def _error(self, row: PromptRow) -> RequestError | None:
         try:
-            num_tokens = self._check(row)
+            prompt = self._check(row)
         except RequestError as error:
             return error
-        self.num_prompt_tokens += num_tokens
-        self.longest_prompt = max(self.longest_prompt, num_tokens)
+        self.num_prompt_tokens += len(prompt.token_ids)
+        self.longest_prompt = max(self.longest_prompt, len(prompt.token_ids))
+        self.num_truncated += prompt.truncated
         return None
 
     def _duplicates(self) -> Iterator[Finding]:
@@ -168,6 +173,7 @@ class Validator:
             "equal_lines": self.num_equal_lines,
             "prompt_tokens": self.num_prompt_tokens,
             "longest_prompt": self.longest_prompt,
+            "truncated_prompts": self.num_truncated,
         }
 
 

@@ -32,7 +32,11 @@ def warn_after(
     """Say what happened during the run."""
     if job.stats.rows_truncated:
         cut = counted(job.stats.rows_truncated, "prompt")
-        display.note(f"{cut} cut at the left (metrics.prompt_truncated of their rows)")
+        left = counted(job.stats.least_prompt_left, "token")
+        display.warn(
+            f"{cut} cut at the left, down to {left} (their rows: metrics.prompt_truncated)",
+            "a smaller max_tokens leaves more of them",
+        )
     for path in changed_inputs:
         display.warn(
             f"{path}: was changed during the run, its rows are of what was read",

@@ -33,16 +33,30 @@ def fitted_prompt(
     cut = config.overlong == "truncate-left"
     # A text that was cut before it was tokenised still has more tokens than fit.
     given = tokenizer.encode(row, limit=config.max_model_len - 1, cut=cut)
-    token_ids = fit_prompt(row, given, max_model_len=config.max_model_len, overlong=config.overlong)
+    token_ids = fit_prompt(
+        row,
+        given,
+        max_model_len=config.max_model_len,
+        overlong=config.overlong,
+        bos_token_id=tokenizer.bos_token_id,
+    )
     check_token_ids(row, token_ids, vocab_size=config.vocab_size)
     check_stop_ids(row, vocab_size=config.vocab_size)
     return FittedPrompt(token_ids, len(token_ids) < len(given))
 
 
 def fit_prompt(
-    row: PromptRow, token_ids: tuple[int, ...], *, max_model_len: int, overlong: str
+    row: PromptRow,
+    token_ids: tuple[int, ...],
+    *,
+    max_model_len: int,
+    overlong: str,
+    bos_token_id: int | None = None,
 ) -> tuple[int, ...]:
     """A prompt with room for at least one token after it, cut at the left if that was asked.
+
+    A prompt that begins with BOS still does so if two tokens of it are kept: models that were
+    trained with one attend to it.
 
     Raises:
         RequestError: it is too long, and `overlong` is ``"error"``.
@@ -52,7 +66,10 @@ def fit_prompt(
         return token_ids
     if overlong == "truncate-left":
         # Leave the room that the row asks for, and one prompt token in any case.
-        return token_ids[-max(1, max_model_len - (row.sampling.max_tokens or 1)) :]
+        num_kept = max(1, max_model_len - (row.sampling.max_tokens or 1))
+        if num_kept > 1 and token_ids[0] == bos_token_id:
+            return token_ids[:1] + token_ids[1 - num_kept :]
+        return token_ids[-num_kept:]
     raise RequestError(
         "prompt_too_long",
         f'"{row.prompt_name}" has {len(token_ids)} tokens, '

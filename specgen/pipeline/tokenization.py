@@ -120,7 +120,9 @@ class Tokenizer:
         if limit is None or len(text) <= _SHORT or self._bound is None:
             return text
         if cut:
-            return self._bound.end_of(text, limit)
+            end, bos = self._bound.end_of(text, limit), self._tokenizer.bos_token
+            # A template writes BOS as text, which is the first to go.
+            return bos + end if bos and len(end) < len(text) and text.startswith(bos) else end
         least = self._bound.least_tokens(text)
         if least > limit:
             raise RequestError(
@@ -131,9 +133,15 @@ class Tokenizer:
             )
         return text
 
+    @property
+    def bos_token_id(self) -> int | None:
+        """The token that prompts begin with, for models that have one."""
+        bos: int | None = self._tokenizer.bos_token_id
+        return bos
+
     def _with_one_bos(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
         """Without what stands before the last of the BOS tokens at the beginning."""
-        bos = self._tokenizer.bos_token_id
+        bos = self.bos_token_id
         num_bos = next((i for i, token in enumerate(token_ids) if token != bos), len(token_ids))
         return token_ids[max(0, num_bos - 1) :]
 
@@ -203,6 +211,7 @@ class NoTokenizer:
 
     eos_token_id = None
     adds_bos = False
+    bos_token_id = None
     has_chat_template = False
     template_fault = None
 

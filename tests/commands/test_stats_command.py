@@ -77,7 +77,8 @@ def test_json(show: Show) -> None:
     result = show("out", "--json", "--lowest", "1")
     assert result.exit_code == 0
     found = json.loads(result.stdout)
-    assert found["rows"] == {"done": 4, "ok": 3, "failed": 1, "errors": {"empty_prompt": 1}}
+    errors = {"empty_prompt": 1}
+    assert found["rows"] == {"done": 4, "ok": 3, "failed": 1, "truncated": 0, "errors": errors}
     assert found["finish_reasons"] == {"stop": 3}
     assert found["usage"]["completion_tokens"] == 24
     spec = found["speculative_decoding"]

@@ -198,7 +198,10 @@ def test_overlong_prompts_are_cut_at_the_left_on_request_and_their_rows_say_so(
     }
     assert bodies[8]["usage"]["total_tokens"] <= 256
     assert [i for i, body in bodies.items() if body["metrics"].get("prompt_truncated")] == [8]
-    assert "1 prompt cut at the left" in result.stderr
+    assert "1 prompt cut at the left, down to " in result.stderr
+    flags = ["--overlong", "truncate-left", "--max-model-len", "140"]
+    validated = CliRunner().invoke(cli, ["validate", "in.jsonl", *flags])
+    assert "truncated prompts: 1" in validated.stderr
     counted = json.loads(CliRunner().invoke(cli, ["stats", "out", "--json"]).stdout)["rows"]
     summary = json.loads(Path("summary.json").read_text())["rows"]
     assert summary["truncated"] == counted["truncated"] == 1
