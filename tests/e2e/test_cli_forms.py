@@ -95,7 +95,7 @@ def test_batch_lines_in_both_output_forms(specgen: Specgen) -> None:
              for name in ("flat", "open")]  # fmt: skip
     assert stats[0] == stats[1]
     assert stats[0]["rows"] == {
-        "done": 16, "ok": 15, "failed": 1, "errors": {"invalid_value": 1},
+        "done": 16, "ok": 15, "failed": 1, "truncated": 0, "errors": {"invalid_value": 1},
     }  # fmt: skip
 
 
