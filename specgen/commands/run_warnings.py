@@ -35,7 +35,7 @@ def warn_after(
         left = counted(job.stats.least_prompt_left, "token")
         display.warn(
             f"{cut} cut at the left, down to {left} (their rows: metrics.prompt_truncated)",
-            "a smaller max_tokens leaves more of them",
+            "what is kept is what max_tokens leaves of the model's length",
         )
     for path in changed_inputs:
         display.warn(

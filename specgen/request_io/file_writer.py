@@ -278,16 +278,15 @@ class FileWriter:
             os.ftruncate(fd, found.size)
             self._notify(f"cut {torn:,} bytes of a torn line from {self._partial}")
         now = check_input(self._rows, fd, self._options.digests, str(self._partial))
-        has_changed = False
+        num_changed = 0 if now is None else now.num_changed
         if now is not None:
             self._input_checked = True
-            has_changed = now.num_changed > 0
-            if has_changed:
-                changed = counted(now.num_changed, "row")
-                self._notify(f"running {changed} of changed input lines again")
+        if num_changed:
+            changed = counted(num_changed, "row")
+            self._notify(f"running {changed} of changed input lines again")
         if self._options.retry_errors:
             num_failed = self._rows.drop_failed()
-            if num_failed or not has_changed:
+            if num_failed or not num_changed:
                 self._notify(f"trying {counted(num_failed, 'failed row')} again")
         self._size = self._earlier_size = found.size
         self._num_lines = found.num_lines
