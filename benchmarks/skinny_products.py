@@ -19,7 +19,8 @@ from torch.nn import functional
 from benchmarks.gpu_timing import copy_bandwidth, graph_us
 from benchmarks.record import write_record
 from specgen.kernels.activation import silu_mul
-from specgen.kernels.linear import Plan, choose_plan, multiply, multiply_halves
+from specgen.kernels.library_products import library_linear, multiply_halves
+from specgen.kernels.linear import Plan, choose_plan, multiply
 
 SHAPES = {  # columns, K, gated, may come in parts
     "qkv": (6144, 4096, False, False),
@@ -121,11 +122,19 @@ def main(row_counts: str, output_dir: str | None, name: str) -> None:
                     graph_us(lambda w=weights, x=x: [multiply_halves(x, one) for one in w], copies),
                     2,
                 )
+            if rows > 64 and not in_parts:
+                row["pieces_us"] = round(
+                    graph_us(
+                        lambda w=weights, x=x: [library_linear(x, one, None) for one in w], copies
+                    ),
+                    2,
+                )
             results.append(row)
             best = " ".join(f"{us:.1f} {plan}" for us, plan in ranked[:3])
             click.echo(
                 f"{rows:3d} {shape:13s} floor {row['floor_us']} library {row['library_us']} "
-                f"halves {row.get('halves_us')} chosen {row['chosen']} | {best}"
+                f"halves {row.get('halves_us')} pieces {row.get('pieces_us')} "
+                f"chosen {row['chosen']} | {best}"
             )
     click.echo(f"wrote {write_record(name, {'results': results}, output_dir)}")
 

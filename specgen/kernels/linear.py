@@ -5,31 +5,26 @@ One row is a matrix-vector product: a program sums a few output columns over chu
 matrix instructions and streams its weights past them; twice as many for gate and up together, which
 need no kernel for the silu. Where tiles are too few to fill a GPU, K is cut into parts. Every sum
 has one fixed order, so that a result does not depend on timing. More rows than that, and float32,
-go to the vendor's library, which is asked for parts as well.
+go to the vendor's library (`library_products.py`).
 """
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn import functional
 
 from specgen.kernels.activation import silu_mul
+from specgen.kernels.library_products import is_measured, library_linear, library_parts
 from specgen.kernels.overlap import enter, overlap_options
 from specgen.kernels.products import dot
 
 _MOST_ROWS = 64
 _MOST_GATED_ROWS = 128
-_FEWEST_WEIGHTS = 1 << 22  # less than that has not been measured
 _MANY_COLUMNS = 16384
-# With so many tiles of the library or fewer, most multiprocessors of a large GPU wait for a few.
-_TILE, _FEW_TILES = 128, 64
-_LIBRARY_PARTS = 2
 
 
 class Plan(NamedTuple):
@@ -198,7 +193,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     plan = choose_plan(x, weight, gated=False)
     if plan is None:
-        return functional.linear(x, weight, bias)
+        return library_linear(x, weight, bias)
     return multiply(x, weight, bias, plan, gated=False)
 
 
@@ -211,39 +206,7 @@ def linear_parts(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     plan = choose_plan(x, weight, gated=False, in_parts=True)
     if plan is not None:
         return multiply(x, weight, bias, plan, gated=False)
-    if bias is None and _pays_in_parts(x, weight):
-        return multiply_halves(x, weight)
-    return functional.linear(x, weight, bias)
-
-
-def _pays_in_parts(x: Tensor, weight: Tensor) -> bool:
-    """Whether the library is faster with two halves of K, which it leaves to the norm to add.
-
-    Left to itself it cuts K too, and adds the parts with a kernel of its own, or leaves most of a
-    GPU idle. Measured as the rules of `choose_plan` are.
-    """
-    num_rows, inner = x.shape
-    if not x.is_cuda or not _is_measured(x, weight):
-        return False
-    if num_rows <= _MOST_ROWS or inner % (8 * _LIBRARY_PARTS):
-        return False
-    num_tiles: int = triton.cdiv(weight.shape[0], _TILE) * triton.cdiv(num_rows, _TILE)
-    return num_tiles <= _FEW_TILES
-
-
-def multiply_halves(x: Tensor, weight: Tensor) -> Tensor:
-    """A product in two parts by the library, on a GPU.
-
-    Args:
-        x: `[T, K]`, K even.
-        weight: `[N, K]`.
-
-    Returns:
-        float32 `[2, T, N]`, the sums over either half of K.
-    """
-    halves = x.unflatten(1, (_LIBRARY_PARTS, -1)).transpose(0, 1)
-    weights = weight.unflatten(1, (_LIBRARY_PARTS, -1)).permute(1, 2, 0)
-    return torch.bmm(halves, weights, out_dtype=torch.float32)
+    return library_parts(x, weight, bias)
 
 
 def linear_silu_mul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -259,7 +222,7 @@ def linear_silu_mul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
     """
     plan = choose_plan(x, weight, gated=True)
     if plan is None:
-        return silu_mul(functional.linear(x, weight, bias))
+        return silu_mul(library_linear(x, weight, bias))
     return multiply(x, weight, bias, plan, gated=True)
 
 
@@ -279,7 +242,7 @@ def choose_plan(x: Tensor, weight: Tensor, *, gated: bool, in_parts: bool = Fals
     num_rows, inner = x.shape
     width = weight.shape[0]
     most = _MOST_GATED_ROWS if gated else _MOST_ROWS
-    if not 0 < num_rows <= most or not _is_measured(x, weight):
+    if not 0 < num_rows <= most or not is_measured(x, weight):
         return None
     if num_rows == 1:
         return _plan_of_one_row(inner, gated)
@@ -312,22 +275,6 @@ def _plan_of_many_columns(num_rows: int) -> Plan:
     if num_rows <= 16:
         return Plan(64, 128, 4, 5, swapped=True)
     return Plan(64, 64, 4, 8, swapped=True) if num_rows <= 32 else Plan(128, 64, 4, 6, swapped=True)
-
-
-def _is_measured(x: Tensor, weight: Tensor) -> bool:
-    """Whether the rules are for this type, device and size of weights.
-
-    A CPU runs the plans in Triton's interpreter.
-    """
-    if x.dtype not in (torch.bfloat16, torch.float16) or weight.numel() < _FEWEST_WEIGHTS:
-        return False
-    return x.device.type == "cpu" or _capability(x.device.index) == (9, 0)
-
-
-@functools.cache
-def _capability(device_index: int) -> tuple[int, int]:
-    """A fact of the hardware."""
-    return torch.cuda.get_device_capability(device_index)
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan, *, gated: bool) -> Tensor:

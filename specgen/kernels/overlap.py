@@ -41,6 +41,21 @@ def enter(OVERLAP: tl.constexpr):
     wait(OVERLAP)
 
 
+@triton.jit
+def fetch_ahead(pointers, SIZE: tl.constexpr):
+    """Begin to fetch SIZE elements behind each pointer into the L2 cache, in lines of 128 bytes."""
+    LINE: tl.constexpr = 1024 // pointers.dtype.element_ty.primitive_bitwidth
+    for first in tl.static_range(0, SIZE, LINE):
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+            "=r,l",
+            [pointers + first],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
 def overlap_options(x: Tensor) -> dict[str, bool]:
     """Launch options of a kernel that overlaps with its predecessor where x's device can do so."""
     if x.is_cuda and _can_overlap(x.device.index):

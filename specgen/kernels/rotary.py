@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specgen.kernels.overlap import enter, overlap_options
+from specgen.kernels.overlap import overlap_options, release, wait
 
 
 @triton.jit
@@ -41,7 +41,9 @@ def _rotary_write_cache_kernel(
     HAS_NORM: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    enter(OVERLAP)
+    # The kernel behind may read, before it waits, what those before this one have written.
+    wait(OVERLAP)
+    release(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, HEADS_PAD)[:, None]  # queries, then keys, then values
     i = tl.arange(0, HALF_PAD)[None, :]

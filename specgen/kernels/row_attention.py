@@ -17,12 +17,13 @@ from torch import Tensor
 from specgen.kernels.attention_parts import Parts, load_parts
 from specgen.kernels.batch_types import SharedPrefix
 from specgen.kernels.online_softmax import load_block_ids, soft_cap, softmax_step
-from specgen.kernels.overlap import enter, overlap_options
+from specgen.kernels.overlap import fetch_ahead, overlap_options, release, wait
 from specgen.kernels.products import dot
 
 _PROGRAMS = 528  # four for each multiprocessor of a large GPU
 _MIN_SPLIT = 64  # keys of the host bound a split is worth
 _MAX_SPLITS = 64
+_FETCHED = 64  # keys whose way from memory begins before queries are there
 
 
 class DecodeCut(NamedTuple):
@@ -72,9 +73,10 @@ def _decode_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     WIDEN: tl.constexpr,
+    FETCHED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    enter(OVERLAP)
+    release(OVERLAP)
     # The heads of a row run side by side: what they read of a token is one piece of memory.
     kv_head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
@@ -87,6 +89,35 @@ def _decode_kernel(
     context = tl.where(slot >= 0, context, 0)
     slot = tl.maximum(slot, 0).to(tl.int64)
     first = tl.load(first_positions_ptr + row)
+
+    # The row's real context is shared out, whatever the host bound was. No query sees past its own
+    # position, so keys above the last query's are left out.
+    context = tl.minimum(context, first + NUM_QUERIES)
+    oldest = 0
+    if WINDOW > 0:  # nothing before the first query's window is read
+        oldest = (tl.maximum(first - WINDOW + 1, 0) // BLOCK_N) * BLOCK_N
+    if NUM_SHARED > 0:  # another kernel attends to what the row shares
+        member = tl.load(shared_members_ptr + slot) != 0
+        oldest = tl.where(member, tl.load(shared_length_ptr), 0)
+    begin, end = oldest, context
+    if IS_SPLIT:
+        num_blocks = tl.cdiv(tl.maximum(context - oldest, 0), BLOCK_N)
+        chunk = tl.cdiv(num_blocks, num_splits) * BLOCK_N
+        begin = oldest + split * chunk
+        end = tl.minimum(begin + chunk, context)
+
+    table_ptr = block_tables_ptr + slot * table_stride
+    k_base = k_cache_ptr + kv_head * k_head_stride
+    v_base = v_cache_ptr + kv_head * v_head_stride
+    if OVERLAP:
+        # All but the row's last keys stand since earlier steps: their way from memory begins while
+        # those are still written.
+        ahead = begin + tl.arange(0, FETCHED)
+        places = load_block_ids(table_ptr, ahead, ahead < end, num_columns, BLOCK_SIZE)
+        within = ahead % BLOCK_SIZE
+        fetch_ahead(k_base + places * k_block_stride + within * k_token_stride, HEAD_DIM)
+        fetch_ahead(v_base + places * v_block_stride + within * v_token_stride, HEAD_DIM)
+    wait(OVERLAP)
 
     # Row m of the tile: query m // GROUP, head m % GROUP of the group.
     m = tl.arange(0, BLOCK_M)
@@ -108,25 +139,6 @@ def _decode_kernel(
         running_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
 
-    # The row's real context is shared out, whatever the host bound was. No query sees past its own
-    # position, so keys above the last query's are left out.
-    context = tl.minimum(context, first + NUM_QUERIES)
-    oldest = 0
-    if WINDOW > 0:  # nothing before the first query's window is read
-        oldest = (tl.maximum(first - WINDOW + 1, 0) // BLOCK_N) * BLOCK_N
-    if NUM_SHARED > 0:  # another kernel attends to what the row shares
-        member = tl.load(shared_members_ptr + slot) != 0
-        oldest = tl.where(member, tl.load(shared_length_ptr), 0)
-    begin, end = oldest, context
-    if IS_SPLIT:
-        num_blocks = tl.cdiv(tl.maximum(context - oldest, 0), BLOCK_N)
-        chunk = tl.cdiv(num_blocks, num_splits) * BLOCK_N
-        begin = oldest + split * chunk
-        end = tl.minimum(begin + chunk, context)
-
-    table_ptr = block_tables_ptr + slot * table_stride
-    k_base = k_cache_ptr + kv_head * k_head_stride
-    v_base = v_cache_ptr + kv_head * v_head_stride
     for start in range(begin, end, BLOCK_N):
         keys = start + tl.arange(0, BLOCK_N)
         valid = keys < end
@@ -257,6 +269,7 @@ def attend_to_own(
         BLOCK_N=cut.block_n,
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
         WIDEN=not q.is_cuda,
+        FETCHED=_FETCHED,
         num_warps=cut.num_warps,
         num_stages=cut.num_stages,
         **overlap_options(q),

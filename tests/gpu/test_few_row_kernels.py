@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
 
 import pytest
 import torch
 
-from specgen.kernels import KERNEL_MODULES, Kernels, select_kernels
+from specgen.kernels import (
+    KERNEL_MODULES,
+    Kernels,
+    attention_parts,
+    row_attention,
+    select_kernels,
+)
 from specgen.kernels.batch_types import SharedPrefix
 from specgen.kernels.linear import choose_plan
 
@@ -42,9 +49,10 @@ def bf16(*shape: int, scale: float = 1.0) -> torch.Tensor:
     return torch.randn(*shape, device=DEVICE, dtype=torch.bfloat16) * scale
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 8, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257])
+@pytest.mark.parametrize("num_rows", [1, 2, 8, 16, 17, 32, 33, 64, 65, 128, 129, 225, 256, 257])
 @pytest.mark.parametrize(
-    ("width", "inner"), [(6144, HIDDEN), (HIDDEN, INNER), (32000, HIDDEN), (20008, 4104)]
+    ("width", "inner"),
+    [(6144, HIDDEN), (HIDDEN, INNER), (2 * INNER, HIDDEN), (32000, HIDDEN), (20008, 4104)],
 )
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_products_equal_float32(
@@ -82,33 +90,91 @@ def layers(kernels: Kernels, x: torch.Tensor, weights: list[torch.Tensor]) -> to
     return kernels.norm.rms_norm_residual(out, stream, norm, 1e-5)[1]
 
 
-@pytest.mark.parametrize("num_rows", [1, 8, 64, 192])
+def check_overlap(
+    run: Callable[[], torch.Tensor], monkeypatch: pytest.MonkeyPatch, others: Sequence[ModuleType]
+) -> None:
+    """Bit for bit what kernels compute one after the other, eagerly and in a graph, many times."""
+    names = [importlib.import_module(f"specgen.kernels.{name}") for name in KERNEL_MODULES]
+    with monkeypatch.context() as patch:
+        for module in [*names, *others]:
+            if hasattr(module, "overlap_options"):
+                patch.setattr(module, "overlap_options", lambda _: {"OVERLAP": False})
+        expected = run()
+    assert torch.isfinite(expected).all()
+    graph = torch.cuda.CUDAGraph()
+    assert torch.equal(run(), expected)
+    with torch.cuda.graph(graph):
+        captured = run()
+    for _ in range(20):
+        captured.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(captured, expected)
+        assert torch.equal(run(), expected)
+
+
+@pytest.mark.parametrize("num_rows", [1, 8, 64, 192, 256])
 def test_kernels_that_overlap_read_nothing_too_early(
     kernels: Kernels, num_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bit for bit what they compute one after the other, eagerly and in a graph, many times."""
     x = bf16(num_rows, HIDDEN)
     weights = [
         bf16(2 * INNER, HIDDEN, scale=HIDDEN**-0.5),
         bf16(HIDDEN, INNER, scale=INNER**-0.5),
         bf16(HIDDEN),
     ]
-    with monkeypatch.context() as patch:
-        for name in KERNEL_MODULES:
-            module = importlib.import_module(f"specgen.kernels.{name}")
-            if hasattr(module, "overlap_options"):
-                patch.setattr(module, "overlap_options", lambda _: {"OVERLAP": False})
-        expected = layers(kernels, x, weights)
-    assert torch.isfinite(expected).all()
-    graph = torch.cuda.CUDAGraph()
-    assert torch.equal(layers(kernels, x, weights), expected)
-    with torch.cuda.graph(graph):
-        captured = layers(kernels, x, weights)
-    for _ in range(20):
-        captured.fill_(float("nan"))
-        graph.replay()
-        assert torch.equal(captured, expected)
-        assert torch.equal(layers(kernels, x, weights), expected)
+    check_overlap(lambda: layers(kernels, x, weights), monkeypatch, ())
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_queries", "context"),
+    # Contexts of which every key is fetched ahead, contexts that are split, and long ones.
+    [(1, 1, 20), (1, 4, 700), (8, 4, 40), (64, 1, 90), (64, 4, 300), (256, 1, 50)],
+)
+def test_keys_fetched_ahead_are_those_just_written(
+    kernels: Kernels,
+    num_rows: int,
+    num_queries: int,
+    context: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One place in the cache for all layers: what a layer fetches was another's a moment before."""
+    heads, kv_heads, head_dim = 32, 8, 128
+    columns = -(-context // BLOCK_SIZE)
+    tables = torch.randperm(num_rows * columns, device=DEVICE).int().view(num_rows, columns)
+    shape = (num_rows * columns, BLOCK_SIZE, kv_heads, head_dim)
+    start = [bf16(*shape), bf16(*shape)]
+    slots = torch.arange(num_rows, device=DEVICE).int()
+    context_lens = torch.randint(num_queries, context + 1, (num_rows,), device=DEVICE).int()
+    first = context_lens - num_queries
+    positions = (first[:, None] + torch.arange(num_queries, device=DEVICE)).int()
+    blocks = tables.gather(1, positions.long() // BLOCK_SIZE).long()
+    places = (blocks * BLOCK_SIZE + positions % BLOCK_SIZE).flatten()
+    cos_sin = torch.randn(context, head_dim, device=DEVICE)
+    qkv, weight = bf16(num_rows * num_queries, 6144), bf16(6144, HIDDEN, scale=HIDDEN**-0.5)
+    norm = torch.ones(HIDDEN, device=DEVICE, dtype=torch.bfloat16)
+
+    def run() -> torch.Tensor:
+        caches, x = [cache.clone() for cache in start], qkv
+        for _ in range(24):
+            q = kernels.rotary.rotary_write_cache(
+                x, positions.flatten(), cos_sin, places, *caches, heads, kv_heads
+            )
+            out = kernels.attention.decode_attention(
+                q.view(num_rows, num_queries, heads, head_dim),
+                *caches,
+                tables,
+                slots,
+                first,
+                context_lens,
+                head_dim**-0.5,
+                context,
+            )
+            x = kernels.linear.linear(
+                kernels.norm.rms_norm(out.view(-1, HIDDEN), norm, 1e-5), weight
+            )
+        return x
+
+    check_overlap(run, monkeypatch, (attention_parts, row_attention))
 
 
 @pytest.mark.parametrize(("num_rows", "num_queries"), [(256, 1), (256, 4), (40, 4), (3, 1)])

@@ -8,6 +8,7 @@ from types import ModuleType
 import pytest
 import torch
 
+from specgen.kernels import library_products
 from specgen.kernels import linear as triton_linear
 from specgen.kernels import norm as triton_norm
 from specgen.kernels.linear import Plan, choose_plan, multiply
@@ -96,7 +97,7 @@ def test_chosen_plans_multiply(
     dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(triton_linear, "_FEWEST_WEIGHTS", 0)
+    monkeypatch.setattr(library_products, "_FEWEST_WEIGHTS", 0)
     x = torch.randn(num_rows, 96).to(dtype)
     weight = (torch.randn(48, 96) * 0.1).to(dtype)
     bias = torch.randn(48).to(dtype)
