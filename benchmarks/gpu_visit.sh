@@ -3,7 +3,8 @@
 #
 #   bash benchmarks/gpu_visit.sh [tests] [kernels] [profile] [experiment] [bench] [jobs] [host] [auto]
 #
-# Without names: the first four. bench, jobs, host and auto measure Llama-3.1-8B shapes on dummy weights.
+# Without names: the first four. bench, jobs, host and auto measure Llama-3.1-8B shapes on dummy weights, bench
+# and jobs on such as vLLM has, with which they are compared.
 #
 # RESULTS: folder for records and logs (default benchmarks/results). LIMIT: seconds a part may take.
 # WORKERS: processes that share the tests.
@@ -48,7 +49,7 @@ for part in $parts; do
                    "--synthetic-acceptance 2.5"; do
         # shellcheck disable=SC2086 - flags are words
         timeout "$LIMIT" python3 -m specgen bench --model llama-3.1-8b --batch-size 1,8,64,256 \
-          --input-len 256 --output-len 256 $draft |
+          --input-len 256 --output-len 256 --load-format dummy-uniform $draft |
           python3 -m benchmarks.record | tee -a "$RESULTS/bench_llama-3.1-8b.jsonl" |
           cut -c1-330
       done ;;
@@ -57,7 +58,7 @@ for part in $parts; do
         for job in mixed shared-prefix; do
           # shellcheck disable=SC2086
           timeout "$LIMIT" python3 -m specgen bench --model llama-3.1-8b --job $job \
-            --max-num-seqs 256 $draft |
+            --max-num-seqs 256 --load-format dummy-uniform $draft |
             python3 -m benchmarks.record | tee -a "$RESULTS/bench_jobs_llama-3.1-8b.jsonl" |
             cut -c1-330
         done

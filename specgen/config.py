@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from specgen.errors import UsageError
+from specgen.load_format import LOAD_FORMATS
 from specgen.synthetic import (
     MAX_SPECULATIVE_TOKENS,
     SyntheticAcceptance,
@@ -28,7 +29,6 @@ _MOST = (1 << 31) - 1
 DEVICES = ("auto", "cuda", "cpu")
 DRAFT_SAMPLES = ("greedy", "gumbel")
 REJECTION_SAMPLES = ("standard", "synthetic")
-LOAD_FORMATS = ("auto", "dummy")
 KERNEL_BACKENDS = ("auto", "triton", "reference")
 OVERLONG = ("error", "truncate-left")
 GENERATION_CONFIGS = ("auto", "none")

@@ -15,6 +15,7 @@ from specgen.config import EngineConfig, ResolvedConfig, refuse_idle_draft_setti
 from specgen.doctor_finding import Finding
 from specgen.doctor_target import config_facts, outline_facts, stored_head, target_facts
 from specgen.errors import EnvironmentProblem, ModelError, RequestError, SpecgenError
+from specgen.load_format import is_dummy
 
 if TYPE_CHECKING:
     from specgen.models.config import DraftConfig, ModelConfig
@@ -75,14 +76,14 @@ def _examine(
     _try("machine", "settings", lambda: check_revisions(config))
     _try("machine", "settings", lambda: refuse_idle_draft_settings(config))
 
-    is_dummy = config.load_format == "dummy"
+    needs_weights = not is_dummy(config.load_format)
     directory = _find(
         "target",
         model,
         config.revision,
         scratch / "target",
         with_code=config.trust_remote_code,
-        with_weights=not is_dummy,
+        with_weights=needs_weights,
     )
     yield Finding("target", "directory", model)
     target = _try(
@@ -110,7 +111,7 @@ def _examine(
             draft,
             config.draft_revision,
             scratch / "draft",
-            with_weights=not is_dummy,
+            with_weights=needs_weights,
         )
         on_disk = replace(
             on_disk,
@@ -137,7 +138,7 @@ def _examine(
     skeletons = _skeletons(resolved, head)
     for note in skeletons["target"].notes:
         yield Finding("target", "remark", note, "note")
-    if not is_dummy:
+    if needs_weights:
         yield from stored_head(target, skeletons["target"], resolved.model_dir)
     if target.backend == "transformers":
         outline = _try("target", "attention", skeletons["target"].outline)

@@ -10,6 +10,7 @@ from typing import Any
 from specgen.config import EngineConfig, ResolvedConfig, parse_num_speculative_tokens
 from specgen.errors import EnvironmentProblem, ModelError, UsageError
 from specgen.hub import is_hub_id, locate
+from specgen.load_format import is_dummy
 from specgen.models.config import ModelConfig
 from specgen.models.config_reader import ConfigReader
 from specgen.models.registry import read_model_config
@@ -44,7 +45,7 @@ def resolve(config: EngineConfig, *, with_weights: bool = True) -> ResolvedConfi
     """
     check_revisions(config)
     device = _device(config)
-    with_weights = with_weights and config.load_format != "dummy"
+    with_weights = with_weights and not is_dummy(config.load_format)
     model_dir = str(BUILTIN_TARGET)
     if config.model is not None:
         model_dir = _locate(config.model, config, config.revision, with_weights)
@@ -287,7 +288,7 @@ def _eos_token_ids(model_dir: str, model: ModelConfig, load_format: str) -> tupl
     file, own = _own_eos_token_ids(model_dir)
     ids = tuple(sorted(set(own or model.eos_token_ids)))
     # Dummy weights are for shapes, which may have been changed without the ids.
-    if ids and ids[0] >= model.vocab_size and load_format != "dummy":
+    if ids and ids[0] >= model.vocab_size and not is_dummy(load_format):
         raise ModelError(
             _beyond(file if own else file.with_name("config.json"), ids, model.vocab_size),
             "correct it, or remove it: rows then end at their limits",

@@ -18,11 +18,11 @@ from specgen.commands.run_options import sampling_of
 from specgen.config import (
     DEVICES,
     DTYPES,
-    LOAD_FORMATS,
     EngineConfig,
     refuse_idle_draft_settings,
 )
 from specgen.errors import ModelError, SpecgenError, UsageError
+from specgen.load_format import LOAD_FORMATS, is_dummy
 from specgen.wording import counted
 
 if TYPE_CHECKING:
@@ -62,7 +62,8 @@ _FLAGS = [
         type=click.Choice(LOAD_FORMATS),
         default="auto",
         show_default=True,
-        help="dummy: random weights in the shape of config.json, as for every preset.",
+        help="dummy: random weights in the shape of config.json, as for every preset; "
+        "dummy-uniform: as vLLM has them, to compare.",
     ),
     click.option("--dtype", type=click.Choice(DTYPES), default="auto", show_default=True),
     click.option("--device", type=click.Choice(DEVICES), default="auto", show_default=True),
@@ -213,11 +214,11 @@ def _models(flags: dict[str, Any], parent: Path) -> _Models:
             )
     presets = [name for name in given if name in PRESETS and not Path(name).is_dir()]
     if presets:
-        if len(presets) < len(given) and load_format != "dummy":
+        if len(presets) < len(given) and not is_dummy(load_format):
             raise UsageError(
                 f"{presets[0]} is a preset, which has no weights", "give --load-format dummy"
             )
-        load_format = "dummy"
+        load_format = load_format if is_dummy(load_format) else "dummy"
     found = {name: str(write_preset(name, parent)) for name in dict.fromkeys(presets)}
     return _Models(
         name=model or "built-in",

@@ -15,10 +15,10 @@ from specgen.config import (
     DRAFT_SAMPLES,
     DTYPES,
     GENERATION_CONFIGS,
-    LOAD_FORMATS,
     OVERLONG,
     REJECTION_SAMPLES,
 )
+from specgen.load_format import LOAD_FORMATS
 from specgen.request_io.shard import WHOLE, Shard
 from specgen.synthetic import SyntheticAcceptance, parse_synthetic_acceptance
 
@@ -116,7 +116,7 @@ MODEL = [
         type=click.Choice(LOAD_FORMATS),
         default="auto",
         show_default=True,
-        help="dummy: random weights in the shape of config.json.",
+        help="dummy: random weights in the shape of config.json; dummy-uniform: as vLLM has them.",
     ),
     _option(
         "--skip-tokenizer-init",

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from specgen.config import EngineConfig
+from specgen.load_format import is_dummy
 from specgen.wording import counted
 
 if TYPE_CHECKING:
@@ -17,8 +18,10 @@ def warn_before(config: EngineConfig, settings: Mapping[str, Any], display: Disp
     """Say what was decided that changes the text, and which flags do nothing here."""
     if config.rejection_sample == "synthetic":
         display.warn("--rejection-sample synthetic: the output does not follow the target")
-    if config.load_format == "dummy":
-        display.warn("--load-format dummy: the weights are random, and so is the text")
+    if is_dummy(config.load_format):
+        display.warn(
+            f"--load-format {config.load_format}: the weights are random, and so is the text"
+        )
     _warn_of_idle_flags(config, settings, display)
     _warn_of_ignored(settings["generation_config_ignored"], display)
     for warning in settings.get("model_warnings", ()):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from specgen.errors import UsageError
+from specgen.load_format import is_dummy
 from specgen.models.checkpoint import Checkpoint, TensorInfo
 from specgen.models.config import ConfigReader, DraftConfig, ModelConfig
 from specgen.models.draft import DraftModel, DraftOverrides
@@ -43,7 +44,7 @@ def inspect_draft(
     Raises:
         ModelError: as :func:`load_draft`, but for what only the weights' values show.
     """
-    checkpoint = None if load_format == "dummy" else Checkpoint.open(path)
+    checkpoint = None if is_dummy(load_format) else Checkpoint.open(path)
     return _read_draft(path, checkpoint, target, overrides or DraftOverrides())[1]
 
 
@@ -66,7 +67,7 @@ def load_draft(
             and no weight is read.
         dtype: ``"auto"`` or the target's.
         kernels: operations to run on.
-        load_format: ``"auto"``, or ``"dummy"`` for fixed pseudo-random weights.
+        load_format: ``"auto"``, or fixed pseudo-random weights, see :func:`fill_dummy`.
         overrides: facts that replace the configuration's.
 
     Raises:
@@ -76,7 +77,7 @@ def load_draft(
     wanted = target.dtype if dtype == "auto" else named_dtype(dtype)
     assert wanted == target.dtype, (wanted, target.dtype)
     assert torch.device(device).type == target.device.type, (device, target.device)
-    checkpoint = None if load_format == "dummy" else Checkpoint.open(path)
+    checkpoint = None if is_dummy(load_format) else Checkpoint.open(path)
     source, config = _read_draft(path, checkpoint, target.config, overrides or DraftOverrides())
     assert config.features == "final" or config.aux_layers == target.aux_layers, (
         config.aux_layers,
@@ -87,7 +88,7 @@ def load_draft(
         draft = Eagle1Draft(config, target, kernels)
     else:
         draft = Eagle3Draft(config, target, kernels)
-    target_ids = _fill_draft(draft, source, checkpoint)
+    target_ids = _fill_draft(draft, source, checkpoint, load_format)
     if target_ids is not None:
         draft.target_ids = target_ids.to(target.device)
         draft.draft_ids = invert_target_ids(draft.target_ids, config.vocab_size)
@@ -123,7 +124,10 @@ def _refuse_idle_overrides(config: DraftConfig, overrides: DraftOverrides) -> No
 
 
 def _fill_draft(
-    draft: Eagle1Draft | Eagle3Draft, source: DraftSource, checkpoint: Checkpoint | None
+    draft: Eagle1Draft | Eagle3Draft,
+    source: DraftSource,
+    checkpoint: Checkpoint | None,
+    load_format: str,
 ) -> torch.Tensor | None:
     """Fill the parameters and return the target ids of the draft vocabulary, if it has its own.
 
@@ -133,7 +137,7 @@ def _fill_draft(
     config = draft.config
     slots = {source.stored_name(name): slot for name, slot in draft.slots().items()}
     if checkpoint is None:
-        fill_dummy(slots)
+        fill_dummy(slots, load_format)
         if config.draft_vocab_size == config.vocab_size:
             return None
         spread = torch.arange(config.draft_vocab_size) * config.vocab_size

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from specgen.errors import ModelError
+from specgen.load_format import is_dummy
 from specgen.models.attention import AttentionMetadata, KVCache
 from specgen.models.config import ModelConfig
 from specgen.models.dummy import fill_dummy
@@ -62,7 +63,7 @@ def load_transformers_target(
         kernels: operations to run on.
         aux_layers: boundaries whose streams to return.
         max_model_len: tokens of the longest row.
-        load_format: ``"auto"``, or ``"dummy"`` for fixed pseudo-random weights.
+        load_format: ``"auto"``, or fixed pseudo-random weights, see :func:`fill_dummy`.
         trust_remote_code: whether code beside the checkpoint may run.
 
     Raises:
@@ -72,8 +73,8 @@ def load_transformers_target(
     auto_config = load_auto_config(path, trust_remote_code)
 
     def build(place: torch.device | str) -> Any:
-        if load_format == "dummy":
-            return _from_config(auto_config, place, dtype, trust_remote_code)
+        if is_dummy(load_format):
+            return _from_config(auto_config, place, dtype, load_format, trust_remote_code)
         return fill_from_checkpoint(
             causal_class(auto_config, path, trust_remote_code),
             auto_config,
@@ -95,7 +96,11 @@ def load_transformers_target(
 
 
 def _from_config(
-    config: Any, device: torch.device | str, dtype: torch.dtype, trust_remote_code: bool
+    config: Any,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    load_format: str,
+    trust_remote_code: bool,
 ) -> Any:
     from transformers import AutoModelForCausalLM
 
@@ -106,7 +111,8 @@ def _from_config(
             trust_remote_code=trust_remote_code,
             attn_implementation=ATTENTION_NAME,
         )
-    fill_dummy({name: parameter.detach() for name, parameter in model.named_parameters()})
+    slots = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    fill_dummy(slots, load_format)
     return model
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from specgen.errors import ModelError
+from specgen.load_format import is_dummy
 from specgen.models.checkpoint import Checkpoint
 from specgen.models.config import ModelConfig
 from specgen.models.decoder import Decoder
@@ -40,20 +41,20 @@ def load_target(
     """Load a target: natively, or through transformers where no native family matches.
 
     Args:
-        path: directory with ``config.json`` and weights (for ``"dummy"`` the configuration alone).
+        path: directory with ``config.json`` and weights (for dummies the configuration alone).
         device: where the parameters go; ``"meta"`` checks headers and reads no tensor.
         dtype: of the parameters; ``"auto"`` is the checkpoint's on CUDA and float32 on a CPU.
         kernels: operations to run on.
         aux_layers: boundaries whose features the draft needs, see :class:`Decoder`.
         max_model_len: tokens of the longest row, see :class:`Decoder`.
-        load_format: ``"auto"``, or ``"dummy"`` for fixed pseudo-random weights.
+        load_format: ``"auto"``, or fixed pseudo-random weights, see :func:`fill_dummy`.
         trust_remote_code: whether code beside the checkpoint may run (transformers only).
 
     Raises:
         ModelError: anything about the checkpoint that is missing, damaged, unsupported or unused.
     """
     config = read_model_config(path, trust_remote_code=trust_remote_code)
-    checkpoint = None if load_format == "dummy" else Checkpoint.open(path)
+    checkpoint = None if is_dummy(load_format) else Checkpoint.open(path)
     resolved = resolve_dtype(dtype, device, config, checkpoint)
     if config.backend == "transformers":
         from specgen.models.transformers_target import load_transformers_target
@@ -80,7 +81,7 @@ def load_target(
     decoder = build(device)
     slots = decoder.slots()
     if checkpoint is None:
-        fill_dummy(slots)
+        fill_dummy(slots, load_format)
         return decoder
     spare: set[str] = set()
     if config.tie_word_embeddings and "lm_head.weight" in checkpoint.tensors:

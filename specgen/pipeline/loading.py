@@ -14,6 +14,7 @@ from specgen.config import EngineConfig, ResolvedConfig
 from specgen.errors import ModelError
 from specgen.kernels import select_kernels
 from specgen.kernels.trial import try_triton
+from specgen.load_format import is_dummy
 from specgen.models.config import DraftConfig, ModelConfig
 from specgen.models.draft import DraftModel, DraftOverrides
 from specgen.models.registry import read_model_config
@@ -178,7 +179,7 @@ def _check_headers(config: ResolvedConfig, draft: DraftConfig, overrides: DraftO
     Raises:
         ModelError: as loading would, once the target's weights are read.
     """
-    if config.load_format == "dummy":
+    if is_dummy(config.load_format):
         return
     assert config.draft_dir is not None
     options: dict[str, Any] = {

@@ -95,15 +95,17 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(presets.PRESETS, name, config)
 
 
+@pytest.mark.parametrize("load_format", ["auto", "dummy", "dummy-uniform"])
 @pytest.mark.usefixtures("tiny")
-def test_a_job_on_a_preset() -> None:
+def test_a_job_on_a_preset(load_format: str) -> None:
     options = ("--model", "llama-3.2-1b", "--synthetic-acceptance", "2.5", "--num-prompts", "3",
-               "--max-num-seqs", "4", "--draft-sample", "gumbel")  # fmt: skip
+               "--max-num-seqs", "4", "--draft-sample", "gumbel",
+               "--load-format", load_format)  # fmt: skip
     (line,) = lines(bench("--job", "shared-prefix", *options))
     assert (line["job"], line["prompts"], line["batch"]) == ("shared-prefix", 3, 3)
     assert (line["input_tokens"], line["output_tokens"]) == (4650, 300)
     assert (line["model"], line["draft_model"]) == ("llama-3.2-1b", "llama-3.2-1b-eagle3")
-    assert line["load_format"] == "dummy"
+    assert line["load_format"] == ("dummy" if load_format == "auto" else load_format)
     assert line["mean_acceptance_length"] == pytest.approx(2.5, abs=0.2)
 
 

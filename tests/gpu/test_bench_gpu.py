@@ -60,10 +60,12 @@ def test_dummy_weights_are_made_on_the_device_in_place() -> None:
     }
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    fill_dummy(slots)
-    assert torch.cuda.max_memory_allocated() - before < 1 << 20
-    for slot in slots.values():
-        assert slot.float().std().item() == pytest.approx(8192**-0.5, rel=0.05)
+    for load_format, deviation in (("dummy", 8192**-0.5), ("dummy-uniform", 1e-3 / 3**0.5)):
+        fill_dummy(slots, load_format)
+        assert torch.cuda.max_memory_allocated() - before < 1 << 20
+        for slot in slots.values():
+            assert slot.float().std().item() == pytest.approx(deviation, rel=0.05)
+        torch.cuda.reset_peak_memory_stats()
 
 
 def test_a_preset_resolves_to_bfloat16(tmp_path: Any) -> None:

@@ -20,7 +20,7 @@ from specgen.kernels.library_products import columns_of_full_waves, multiply_in_
         (16384, 132, 0),  # less than one
         (18432, 132, 0),  # a few tiles behind the first
         (28672, 114, 0),  # two, nearly
-        (28672, 78, 19968),
+        (28672, 84, 21504),
     ],
 )
 def test_waves_are_full(num_columns: int, num_multiprocessors: int, columns: int) -> None:

@@ -38,7 +38,7 @@ def test_weights_beyond_the_memory_are_refused(command: str, tmp_path: Path) -> 
 
 
 @pytest.mark.usefixtures("small_host")
-@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+@pytest.mark.parametrize("load_format", ["auto", "dummy", "dummy-uniform"])
 def test_targets_that_transformers_runs_are_no_exception(tmp_path: Path, load_format: str) -> None:
     config = transformers.GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=8192)
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)

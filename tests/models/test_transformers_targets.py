@@ -209,11 +209,12 @@ def test_low_precision_does_not_blind_the_probe(
     refused(lambda: load(path, dtype="bfloat16"), "differs from its own eager attention")
 
 
-def test_dummy_weights_need_only_the_configuration(tmp_path: Path) -> None:
+@pytest.mark.parametrize("load_format", ["dummy", "dummy-uniform"])
+def test_dummy_weights_need_only_the_configuration(tmp_path: Path, load_format: str) -> None:
     path = make_target(tmp_path / "t", "olmo2")
     (path / "model.safetensors").unlink()
     refused(lambda: load(path), "no weight file")
-    first, second = load(path, load_format="dummy"), load(path, load_format="dummy")
+    first, second = load(path, load_format=load_format), load(path, load_format=load_format)
     for a, b in zip(first.parameters(), second.parameters(), strict=True):
         assert torch.equal(a, b)
 
