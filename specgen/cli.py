@@ -25,7 +25,7 @@ from specgen.commands.run import run
 from specgen.commands.stats import stats
 from specgen.commands.validate import validate
 from specgen.errors import ExitCode, OutputError, SpecgenError
-from specgen.interrupts import StopRun
+from specgen.interrupts import Interrupts, StopRun
 
 __all__ = ["cli", "main"]
 
@@ -48,8 +48,10 @@ class _Cli(click.Group):
         # Commands that can be taken up again say how.
         extra["obj"] = tuple(sys.argv[1:] if args is None else args)
         try:
-            result = super().main(args, prog_name, complete_var, standalone_mode=False, **extra)
-            _flush_stdout()
+            # Folders and files that a command has made for itself go when it is stopped, too.
+            with Interrupts():
+                result = super().main(args, prog_name, complete_var, standalone_mode=False, **extra)
+                _flush_stdout()
             code = result if isinstance(result, int) else ExitCode.OK
         except click.ClickException as error:
             error.show()
@@ -57,6 +59,8 @@ class _Cli(click.Group):
         except click.Abort:
             code = ExitCode.INTERRUPTED
         except StopRun as stop:
+            with contextlib.suppress(OSError, ValueError):
+                click.echo("stopped before the end", err=True)
             code = stop.exit_code
         except SpecgenError as error:
             if not error.reported:

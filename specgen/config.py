@@ -249,7 +249,8 @@ def parse_num_speculative_tokens(value: int | str | None) -> tuple[bool | None, 
         )
     if k > MAX_SPECULATIVE_TOKENS:
         raise UsageError(
-            f"--num-speculative-tokens must be at most {MAX_SPECULATIVE_TOKENS}, got {value}"
+            f"--num-speculative-tokens must be at most {MAX_SPECULATIVE_TOKENS}, got {value}",
+            f"give {'auto:' if auto else ''}{MAX_SPECULATIVE_TOKENS} or less",
         )
     return auto, k
 

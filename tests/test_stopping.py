@@ -125,3 +125,25 @@ def test_without_a_file_nothing_is_promised(start: Start) -> None:
     assert process.returncode == 143
     assert all(json.loads(line)["status"] == "ok" for line in stdout.splitlines())
     assert "to go on" not in stderr
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_other_commands_say_that_they_were_stopped_and_leave_no_folders(
+    tmp_path: Path, signum: int, code: int
+) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "specgen", "bench", "--device", "cpu", "--repeat", "1000"],
+        env={**ENVIRONMENT, "TMPDIR": str(tmp_path)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    while "warmed up" not in (line := process.stderr.readline()):
+        assert line, "the benchmark never began"
+    process.send_signal(signum)
+    _, stderr = process.communicate(timeout=30)
+    assert process.returncode == code
+    assert stderr.splitlines()[-1] == "stopped before the end"
+    assert "Traceback" not in stderr
+    assert not list(tmp_path.glob("specgen-*"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import resource
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,12 +74,13 @@ def measure(
     seed: int = 0,
     num_runs: int = 1,
     warms_up: bool = True,
+    notify: Callable[[str], None] = lambda _: None,
 ) -> Measurement:
     """Run the job once to warm up, then ``num_runs`` times, always with other prompts and draws.
 
     The first run compiles kernels and captures a graph for every batch size that occurs while rows
     end, as an engine that has run for long has them. With ``warms_up`` false, the caller knows that
-    this engine has run such a job before.
+    this engine has run such a job before. ``notify`` hears of each run's end.
 
     Raises:
         ModelError: a row failed, so that there is nothing to measure.
@@ -99,11 +100,15 @@ def measure(
     if warms_up:
         with engine.warming_up():
             warmup_seconds, _, _ = run()
+        notify(f"warmed up in {warmup_seconds:.1f} s")
     cuda = engine.config.device == "cuda"
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     before = engine.num_decode_steps_by_k
-    runs = [run() for _ in range(num_runs)]
+    runs = []
+    for number in range(1, num_runs + 1):
+        runs.append(run())
+        notify(f"run {number} of {num_runs} took {runs[-1][0]:.1f} s")
     outputs = [output for _, found, _ in runs for output in found]
     return Measurement(
         job=job,

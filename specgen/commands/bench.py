@@ -270,7 +270,12 @@ def _measure_all(flags: dict[str, Any], models: _Models, jobs: list[Job]) -> Non
     for number, job in enumerate(jobs):
         click.echo(f"measuring {job.name}, {counted(len(job.lengths), 'prompt')}", err=True)
         result = measure(
-            engine, job, temperature=flags["temperature"], seed=number, num_runs=flags["repeat"]
+            engine,
+            job,
+            temperature=flags["temperature"],
+            seed=number,
+            num_runs=flags["repeat"],
+            notify=lambda text: click.echo(f"  {text}", err=True),
         )
         click.echo(json.dumps({**result.to_dict(), **fixed}))
 

@@ -123,7 +123,10 @@ def _read_part(path: str) -> _Part:
     if not target.exists():
         if beside(target, ".partial").exists():
             raise InputError(f"{path}: is not finished", "give the command of its run again")
-        raise InputError(f"{path}: cannot be read: No such file or directory")
+        raise InputError(
+            f"{path}: cannot be read: No such file or directory",
+            "name the output of every shard, of the last one too",
+        )
     meta_path = beside(target, ".meta.json")
     try:
         meta = json.loads(meta_path.read_bytes())

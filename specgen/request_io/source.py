@@ -40,9 +40,14 @@ MAX_LINE_BYTES = 64 * 2**20
 _BUFFER_BYTES = 1 << 20
 _COUNT_AT_MOST_BYTES = 512 * 2**20
 _BOM = b"\xef\xbb\xbf"
+_UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")  # UTF-32's begins with one of them, or with zeros
 _GZIP_MAGIC = b"\x1f\x8b"
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 _MAGIC_BYTES = 4
+_WAYS_OUT: dict[type[Exception], str] = {
+    FileNotFoundError: "check the name; relative names start from the current folder",
+    PermissionError: "let this user read it: chmod u+r, or ask its owner",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +198,9 @@ def check_inputs(paths: Sequence[str]) -> None:
             elif not os.access(path, os.R_OK):
                 raise PermissionError(None, "Permission denied")
         except (OSError, ValueError) as error:
-            raise InputError(f"{path}: cannot be read: {_reason(error)}") from error
+            raise InputError(
+                f"{path}: cannot be read: {_reason(error)}", _WAYS_OUT.get(type(error))
+            ) from error
 
 
 def _open_plain(path: str) -> BinaryIO:
@@ -223,10 +230,20 @@ def _open(path: str) -> Iterator[BinaryIO]:
         elif head == _ZSTD_MAGIC or _is_skippable_frame(head):
             raw = _ZstdReader(raw)
         with io.BufferedReader(raw, _BUFFER_BYTES) as stream:
+            if stream.peek(2)[:2] in _UTF16_BOMS:
+                raise _other_encoding(path)
             yield cast(BinaryIO, stream)
     finally:
         if path != STDIN:
             plain.close()
+
+
+def _other_encoding(path: str) -> InputError:
+    """None of its lines could be read, and what each of them said would not name the cause."""
+    return InputError(
+        f"{source_name(path)}: begins with the byte-order mark of UTF-16 or UTF-32",
+        "JSONL is UTF-8: convert it, as iconv -f UTF-16 -t UTF-8 does",
+    )
 
 
 def _is_skippable_frame(head: bytes) -> bool:
@@ -238,7 +255,7 @@ def read_lines(paths: Sequence[str]) -> Generator[RawLine]:
     """Lines of all inputs in order, blank ones skipped.
 
     Raises:
-        InputError: a file that cannot be opened, or whose compressed data is damaged.
+        InputError: a file that cannot be opened, is UTF-16, or whose compressed data is damaged.
     """
     for path in paths:
         source, line = source_name(path), 0

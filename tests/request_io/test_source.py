@@ -178,3 +178,25 @@ def test_an_empty_file_has_no_lines(tmp_path: Path) -> None:
     for data in (b"", b"\n\n", b"\xef\xbb\xbf"):
         path.write_bytes(data)
         assert list(read_lines([str(path)])) == []
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-32"])
+@pytest.mark.parametrize("pack", PACKERS)
+def test_another_encoding_is_one_error_with_a_way_out(
+    tmp_path: Path, pack: Callable[[bytes], bytes], encoding: str
+) -> None:
+    text = '{"prompt": "a"}\n'
+    data = text.encode(encoding)
+    if encoding == "utf-16-be":
+        data = b"\xfe\xff" + data  # Python writes no mark where the order is named
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(pack(data))
+    with pytest.raises(InputError, match=r"in\.jsonl: begins with the byte-order mark") as error:
+        list(read_lines([str(path)]))
+    assert "iconv" in str(error.value.hint)
+
+
+def test_bytes_that_only_resemble_a_mark_cost_one_row(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b'\xff{"prompt": "a"}\n{"prompt": "b"}\n')
+    assert len(list(read_lines([str(path)]))) == 2
