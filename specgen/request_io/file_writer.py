@@ -9,8 +9,6 @@ partial file and goes on.
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import json
 import os
 import shutil
@@ -23,15 +21,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from specgen.errors import OutputError, UsageError
+from specgen.request_io.durable import lock, read_json, sync_directory, what_is_wrong, write_json
 from specgen.request_io.earlier import Digests, check_input, refuse_end, refuse_other
 from specgen.request_io.fingerprint import Fingerprint, differences
 from specgen.request_io.lines import json_lines, write_all, write_failed
 from specgen.request_io.partial import Head, LineReader, RowIndex, read_head, scan
 from specgen.request_io.place import beside
 from specgen.request_io.shard import WHOLE, Shard
-from specgen.wording import counted, legible
+from specgen.wording import counted
 
-__all__ = ["FileWriter", "OutputComplete", "OutputOptions", "write_file", "write_json"]
+__all__ = ["FileWriter", "OutputComplete", "OutputOptions"]
 
 _FSYNC_SECONDS = 5.0
 _COPY_BYTES = 1 << 20
@@ -160,7 +159,7 @@ class FileWriter:
             self._reopen_finished()
         fd = os.open(self._partial, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         try:
-            _lock(fd)
+            lock(fd)
             # Between open and lock its writer may have finished and renamed it: then this
             # descriptor is the finished output, which must not be touched.
             if not os.path.samestat(os.fstat(fd), os.stat(self._partial)):
@@ -190,7 +189,7 @@ class FileWriter:
     def _is_replacement(self) -> bool:
         """Whether an `OUT.partial` was going to replace the finished `OUT` when it was cut off."""
         with contextlib.suppress(OSError):
-            meta = _read_json(self._partial_meta) or {}
+            meta = read_json(self._partial_meta) or {}
             return meta.get("replaces") is True and self._partial.stat().st_size > 0
         return False
 
@@ -208,13 +207,13 @@ class FileWriter:
                 f"{self.path}: exists",
                 "choose another -o, or give --resume to keep it, --retry-errors or --overwrite",
             )
-        meta = _read_json(self._meta)
+        meta = read_json(self._meta)
         if meta is None:
             hint = _START_AGAIN
             if self._partial_meta.exists() and not self._partial.exists():
                 hint = f"if it is the partial output under another name, call it {self._partial}"
             raise UsageError(
-                f"{self.path}: {_state(self._meta)}, so its settings are unknown", hint
+                f"{self.path}: {what_is_wrong(self._meta)}, so its settings are unknown", hint
             )
         self._compare(meta, str(self.path))
         rows = RowIndex(options.shard)
@@ -255,10 +254,10 @@ class FileWriter:
 
     def _take_up(self, fd: int) -> None:
         """Go on after the last whole line of the partial output."""
-        meta = _read_json(self._partial_meta)
+        meta = read_json(self._partial_meta)
         if meta is None:
             raise UsageError(
-                f"{self._partial}: its settings are unknown, {_state(self._partial_meta)}",
+                f"{self._partial}: its settings are unknown, {what_is_wrong(self._partial_meta)}",
                 _START_AGAIN,
             )
         self._compare(meta, str(self._partial))
@@ -440,7 +439,7 @@ class FileWriter:
                 os.unlink(self._partial)
             if not self._partial.exists():  # or it is that of another run
                 os.unlink(self._partial_meta)
-        _sync_directory(self._target.parent)
+        sync_directory(self._target.parent)
         self._close()
 
     def _is_in_place(self) -> bool:
@@ -463,7 +462,7 @@ class FileWriter:
             self._notify(f"putting {self._size:,} bytes in input order ({free:,} bytes are free)")
         with open(self._sorted, "ab", buffering=_COPY_BYTES) as out:
             try:
-                _lock(out.fileno())
+                lock(out.fileno())
             except BlockingIOError:  # OUT.partial was removed under a run, and another one begun
                 raise OutputError(f"{self.path}: another run is completing it") from None
             out.truncate(0)
@@ -533,63 +532,3 @@ class FileWriter:
             fd, self._fd = self._fd, -1
             with contextlib.suppress(OSError):
                 os.close(fd)
-
-
-def _lock(fd: int) -> None:
-    """Take the file for this process, where the file system knows locks.
-
-    Raises:
-        BlockingIOError: another process has it.
-    """
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise
-    except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
-            raise
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a file; None where there is none."""
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return None
-    return value if isinstance(value, dict) else None
-
-
-def _state(path: Path) -> str:
-    """What is wrong with a file that `_read_json` does not take."""
-    return f"{path.name} is {'damaged' if path.exists() else 'missing'}"
-
-
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Put an object in place as readable JSON; names of files may be no UTF-8, this is."""
-    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
-    write_file(path, legible(text).encode())
-
-
-def write_file(path: Path, data: bytes) -> None:
-    """Put a small file in place whole, or not at all."""
-    scratch = beside(path, ".tmp")
-    try:
-        with open(scratch, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.rename(scratch, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            scratch.unlink(missing_ok=True)
-        raise
-
-
-def _sync_directory(directory: Path) -> None:
-    """Make a rename durable, where the file system can."""
-    with contextlib.suppress(OSError):
-        fd = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from specgen.errors import InputError, OutputError, UsageError
-from specgen.request_io.file_writer import write_json
+from specgen.request_io.durable import write_json
 from specgen.request_io.fingerprint import differences
 from specgen.request_io.lines import write_all, write_failed
 from specgen.request_io.partial import LineReader, RowIndex, scan

@@ -165,7 +165,7 @@ def test_a_partial_renamed_while_it_is_opened_is_not_emptied(
         partial.rename(out)
         real(fd, operation)
 
-    monkeypatch.setattr(file_writer.fcntl, "flock", finish_first)
+    monkeypatch.setattr(fcntl, "flock", finish_first)
     with pytest.raises(UsageError, match="another run"):
         open_writer(str(out), OVERWRITE)
     assert out.read_text() == "finished by another run\n"
@@ -177,7 +177,7 @@ def test_a_file_system_without_locks_will_do(
     def no_locks(fd: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(file_writer.fcntl, "flock", no_locks)
+    monkeypatch.setattr(fcntl, "flock", no_locks)
     writer = open_writer(str(tmp_path / "out"))
     writer.write(record(0))
     writer.finish(1, {})
