@@ -157,7 +157,3 @@ def main() -> NoReturn:
     """Entry point of the `specgen` script."""
     cli()
     raise AssertionError("cli() exits")
-
-
-if __name__ == "__main__":
-    main()

@@ -86,6 +86,9 @@ def _examine(
         with_weights=needs_weights,
     )
     yield Finding("target", "directory", model)
+    if not needs_weights:
+        random = f"random (--load-format {config.load_format}), and so is the text"
+        yield Finding("target", "weights", random, "note")
     target = _try(
         "target",
         model,

@@ -1,8 +1,9 @@
 """Signals and the time limit: stop at once, but never inside a write.
 
 The first signal raises `StopRun` in the main thread, wherever it is, except in a `held` block,
-where it waits for the block's end. The second leaves without further ado. The time limit counts as
-a first signal only.
+where it waits for the block's end, and in an import, where it waits for that: packages swallow what
+is raised there, or are left half imported. The second leaves without further ado. The time limit
+counts as a first signal only.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from specgen.errors import ExitCode
 __all__ = ["Interrupts", "StopRun"]
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_TRY_AGAIN_SECONDS = 0.02
 
 
 class StopRun(BaseException):
@@ -69,10 +71,13 @@ class Interrupts:
         for signum in _SIGNALS:
             if signal.getsignal(signum) is not signal.SIG_IGN:
                 self._previous[signum] = signal.signal(signum, self._handle)
+        for handler in self._previous.values():
+            around = getattr(handler, "__self__", None)
+            if isinstance(around, Interrupts):
+                around.check()  # what it put off is not to be forgotten in here
         if self._deadline is not None:
-            self._previous[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._handle)
             # A timer of 0 would never go off.
-            signal.setitimer(signal.ITIMER_REAL, max(self._deadline - time.monotonic(), 1e-6))
+            self._set_timer(max(self._deadline - time.monotonic(), 1e-6))
         return self
 
     def __exit__(
@@ -87,14 +92,22 @@ class Interrupts:
         for signum, handler in self._previous.items():
             signal.signal(signum, handler)
 
+    def _set_timer(self, seconds: float) -> None:
+        if signal.SIGALRM not in self._previous:
+            self._previous[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._handle)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+
     def _handle(self, signum: int, frame: FrameType | None) -> None:
-        if self._signum is not None:
-            if signum == signal.SIGALRM:
-                return
+        if self._signum is None:
+            self._signum = signum
+        elif signum != signal.SIGALRM:
             self._on_leave()
             os._exit(128 + signum)
-        self._signum = signum
-        if not self._depth:
+        if self._depth or self._raised:
+            return
+        if _is_importing(frame):
+            self._set_timer(_TRY_AGAIN_SECONDS)
+        else:
             self._raise()
 
     def _raise(self) -> None:
@@ -121,3 +134,12 @@ class Interrupts:
             self._depth -= 1
         if not self._depth:
             self._raise()
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    """Whether the main thread is in an import, in its finalizers included."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False

@@ -131,7 +131,7 @@ def _find_files(directory: Path) -> list[Path]:
     raise ModelError(
         f"{directory}: no weight file",
         hint="looked for model.safetensors and pytorch_model.bin, single and sharded; "
-        "`specgen bench --load-format dummy` needs none",
+        "--load-format dummy needs none",
     )
 
 

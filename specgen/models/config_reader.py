@@ -55,7 +55,9 @@ class ConfigReader:
                 hint="a model directory holds config.json and the weights",
             ) from None
         except (OSError, ValueError, RecursionError) as error:
-            raise ModelError(f"{file}: cannot be read as JSON: {error}") from error
+            raise ModelError(
+                f"{file}: cannot be read as JSON: {error}", hint="correct it, or fetch it again"
+            ) from error
         if not isinstance(data, dict):
             raise ModelError(f"{file}: must hold a JSON object, got {type(data).__name__}")
         return cls(data, str(file))

@@ -40,7 +40,14 @@ MAX_LINE_BYTES = 64 * 2**20
 _BUFFER_BYTES = 1 << 20
 _COUNT_AT_MOST_BYTES = 512 * 2**20
 _BOM = b"\xef\xbb\xbf"
-_UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")  # UTF-32's begins with one of them, or with zeros
+# Byte-order marks, the longer ones first, and what two letters look like without one: 0 is a zero.
+_MARKS = {
+    b"\xff\xfe\x00\x00": "UTF-32",
+    b"\x00\x00\xfe\xff": "UTF-32",
+    b"\xff\xfe": "UTF-16",
+    b"\xfe\xff": "UTF-16",
+}
+_ZEROS = {"1000": "UTF-32LE", "0001": "UTF-32BE", "1010": "UTF-16LE", "0101": "UTF-16BE"}
 _GZIP_MAGIC = b"\x1f\x8b"
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 _MAGIC_BYTES = 4
@@ -230,20 +237,24 @@ def _open(path: str) -> Iterator[BinaryIO]:
         elif head == _ZSTD_MAGIC or _is_skippable_frame(head):
             raw = _ZstdReader(raw)
         with io.BufferedReader(raw, _BUFFER_BYTES) as stream:
-            if stream.peek(2)[:2] in _UTF16_BOMS:
-                raise _other_encoding(path)
+            _refuse_other_encodings(path, stream.peek(_MAGIC_BYTES)[:_MAGIC_BYTES])
             yield cast(BinaryIO, stream)
     finally:
         if path != STDIN:
             plain.close()
 
 
-def _other_encoding(path: str) -> InputError:
+def _refuse_other_encodings(path: str, head: bytes) -> None:
     """None of its lines could be read, and what each of them said would not name the cause."""
-    return InputError(
-        f"{source_name(path)}: begins with the byte-order mark of UTF-16 or UTF-32",
-        "JSONL is UTF-8: convert it, as iconv -f UTF-16 -t UTF-8 does",
+    zeros = "".join(str(int(byte != 0)) for byte in head)
+    found = next(
+        (name for mark, name in _MARKS.items() if head.startswith(mark)), _ZEROS.get(zeros)
     )
+    if found is not None:
+        raise InputError(
+            f"{source_name(path)}: is {found}, and JSONL is UTF-8",
+            f"convert it: iconv -f {found} -t UTF-8",
+        )
 
 
 def _is_skippable_frame(head: bytes) -> bool:
@@ -255,7 +266,7 @@ def read_lines(paths: Sequence[str]) -> Generator[RawLine]:
     """Lines of all inputs in order, blank ones skipped.
 
     Raises:
-        InputError: a file that cannot be opened, is UTF-16, or whose compressed data is damaged.
+        InputError: a file that cannot be opened, is not UTF-8, or whose compressed data is damaged.
     """
     for path in paths:
         source, line = source_name(path), 0

@@ -180,20 +180,27 @@ def test_an_empty_file_has_no_lines(tmp_path: Path) -> None:
         assert list(read_lines([str(path)])) == []
 
 
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-32"])
+ENCODINGS = {
+    "utf-16": (b"", "UTF-16"),  # with the mark that Python writes
+    "utf-16-be": (b"\xfe\xff", "UTF-16"),
+    "utf-32": (b"", "UTF-32"),
+    "utf-32-be": (b"\x00\x00\xfe\xff", "UTF-32"),
+}
+
+
+@pytest.mark.parametrize("encoding", [*ENCODINGS, "utf-16-le", "utf-32-le", "UTF-16BE", "UTF-32BE"])
 @pytest.mark.parametrize("pack", PACKERS)
+@pytest.mark.parametrize("text", ['{"prompt": "a"}\n', '\n\n{"prompt": "ü"}\n'])
 def test_another_encoding_is_one_error_with_a_way_out(
-    tmp_path: Path, pack: Callable[[bytes], bytes], encoding: str
+    tmp_path: Path, pack: Callable[[bytes], bytes], encoding: str, text: str
 ) -> None:
-    text = '{"prompt": "a"}\n'
-    data = text.encode(encoding)
-    if encoding == "utf-16-be":
-        data = b"\xfe\xff" + data  # Python writes no mark where the order is named
+    unmarked = "".join(encoding.upper().rsplit("-", encoding.count("-") - 1))
+    mark, name = ENCODINGS.get(encoding, (b"", unmarked))
     path = tmp_path / "in.jsonl"
-    path.write_bytes(pack(data))
-    with pytest.raises(InputError, match=r"in\.jsonl: begins with the byte-order mark") as error:
+    path.write_bytes(pack(mark + text.encode(encoding)))
+    with pytest.raises(InputError, match=rf"in\.jsonl: is {name}, ") as error:
         list(read_lines([str(path)]))
-    assert "iconv" in str(error.value.hint)
+    assert f"iconv -f {name} -t UTF-8" in str(error.value.hint)
 
 
 def test_bytes_that_only_resemble_a_mark_cost_one_row(tmp_path: Path) -> None:
