@@ -68,13 +68,12 @@ class Interrupts:
         """Install the handlers; in a thread other than the main one nothing can be installed."""
         if threading.current_thread() is not threading.main_thread():
             return self
+        around = getattr(signal.getsignal(signal.SIGALRM), "__self__", None)
+        if isinstance(around, Interrupts):
+            around.check()  # what it has put off is not to be forgotten in here
         for signum in _SIGNALS:
             if signal.getsignal(signum) is not signal.SIG_IGN:
                 self._previous[signum] = signal.signal(signum, self._handle)
-        for handler in self._previous.values():
-            around = getattr(handler, "__self__", None)
-            if isinstance(around, Interrupts):
-                around.check()  # what it put off is not to be forgotten in here
         if self._deadline is not None:
             # A timer of 0 would never go off.
             self._set_timer(max(self._deadline - time.monotonic(), 1e-6))

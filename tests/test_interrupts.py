@@ -162,10 +162,12 @@ def test_a_block_inside_hears_of_a_signal_that_was_put_off(impatient: str) -> No
         with Interrupts(deadline=time.monotonic() + 60):
             time.sleep(5)
 
+    before = [signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGALRM)]
     with pytest.raises(StopRun) as stop, Interrupts():
         work()
     assert stop.value.signum == signal.SIGTERM
     assert not stop.value.timed_out
+    assert [signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGALRM)] == before
 
 
 def test_the_time_limit_waits_for_an_import_too(impatient: str, tmp_path: Path) -> None:
