@@ -11,9 +11,10 @@ def main() -> NoReturn:
     # Until it listens for signals, Ctrl-C ends the process instead of showing where that was.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from specgen.cli import main as run
+    from specgen.cli import cli
 
-    run()
+    cli()
+    raise AssertionError("cli() exits")
 
 
 if __name__ == "__main__":

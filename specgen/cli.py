@@ -13,7 +13,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import click
 
@@ -27,7 +27,7 @@ from specgen.commands.validate import validate
 from specgen.errors import ExitCode, OutputError, SpecgenError
 from specgen.interrupts import Interrupts, StopRun
 
-__all__ = ["cli", "main"]
+__all__ = ["cli"]
 
 
 class _Cli(click.Group):
@@ -151,9 +151,3 @@ cli.add_command(stats)
 cli.add_command(merge)
 cli.add_command(doctor)
 cli.add_command(bench)
-
-
-def main() -> NoReturn:
-    """Entry point of the `specgen` script."""
-    cli()
-    raise AssertionError("cli() exits")
